@@ -1,0 +1,76 @@
+"""What a way for frames looks like to those who use it: the contract that links implement and the bus is built on."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from splitlm.wire.frame import Buffer, Frame, Header
+from splitlm.wire.handshake import Claims
+
+
+class Channel(Protocol):
+    """One ordered, authenticated, two-way stream of frames between this process and a peer."""
+
+    @property
+    def peer(self) -> str:
+        """The peer's name and address, for messages."""
+        ...
+
+    @property
+    def claims(self) -> Claims:
+        """What the peer said of itself in the handshake."""
+        ...
+
+    @property
+    def bytes_in(self) -> int:
+        """Bytes received so far."""
+        ...
+
+    @property
+    def bytes_out(self) -> int:
+        """Bytes sent so far."""
+        ...
+
+    async def send(self, header: Header, tensors: Sequence[Buffer] = ()) -> None:
+        """Send one frame; returns once the bytes are with the kernel or in a bounded buffer.
+
+        Raises:
+            PeerLostError: the peer is gone.
+        """
+        ...
+
+    async def receive(self) -> Frame:
+        """The next frame; call its ``release`` when its buffers are no longer read.
+
+        Raises:
+            PeerLostError: the peer is gone and no frame is left.
+            ProtocolError: the peer sent bytes that are not a frame, or a frame out of turn.
+        """
+        ...
+
+    async def close(self) -> None:
+        """End the stream; safe to call twice."""
+        ...
+
+
+class Listener(Protocol):
+    """A bound address at which peers arrive."""
+
+    @property
+    def host(self) -> str:
+        """The bound host."""
+        ...
+
+    @property
+    def port(self) -> int:
+        """The bound port."""
+        ...
+
+    async def accept(self) -> Channel:
+        """The next peer that passed the handshake. Peers that did not are refused and logged, and nobody hears of them."""
+        ...
+
+    async def close(self) -> None:
+        """Stop listening; channels that were accepted stay."""
+        ...

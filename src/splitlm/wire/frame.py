@@ -1,0 +1,251 @@
+"""Frames: a header and tensors; the only thing that travels between processes.
+
+Layout, little-endian (docs/protocol.md has the byte table)::
+
+    0   4  magic "SPLM"
+    4   1  protocol version
+    5   1  reserved, 0
+    6   2  number of tensors
+    8   4  header length in bytes, H
+    12  4  CRC-32 of the header bytes
+    16  8  payload length in bytes, P
+    24  4  CRC-32 of the payload
+    28  4  CRC-32 of bytes 0..27
+    32  H  header: msgpack, a tagged array (one of the structs below)
+    ..  P  payload: the tensors' bytes one after the other, each padded to 64 bytes
+"""
+
+from __future__ import annotations
+
+import struct
+import zlib
+from collections.abc import Callable, Sequence
+from typing import Literal
+
+import msgspec
+
+from splitlm.core.errors import ProtocolError
+from splitlm.core.sampling import Sampling
+
+Buffer = bytes | bytearray | memoryview
+MAGIC = b"SPLM"
+PROTOCOL = 1
+PREFIX = struct.Struct("<4sBBHIIQII")
+ALIGN = 64
+MAX_HEADER = 64 * 1024
+MAX_PAYLOAD = 256 * 1024 * 1024
+MAX_TENSORS = 8
+
+DType = Literal["float32", "float16", "bfloat16", "int64", "int32", "uint8"]
+ITEM_BYTES: dict[str, int] = {"float32": 4, "float16": 2, "bfloat16": 2, "int64": 8, "int32": 4, "uint8": 1}
+
+
+class Spec(msgspec.Struct, frozen=True, array_like=True):
+    """Element type and shape of one tensor; its bytes are in C order."""
+
+    dtype: DType
+    shape: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the tensor, without padding."""
+        n = ITEM_BYTES[self.dtype]
+        for side in self.shape:
+            n *= side
+        return n
+
+
+class Header(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
+    """Base of all frame headers; ``tensors`` describes the payload."""
+
+    tensors: tuple[Spec, ...] = ()
+
+
+class Hello(Header, frozen=True, array_like=True, tag=1):
+    """Dialler's first frame: who I am, and a nonce. ``claims`` is JSON."""
+
+    purpose: str
+    nonce: bytes
+
+
+class Challenge(Header, frozen=True, array_like=True, tag=2):
+    """Listener's answer: its nonce, and proof that it knows the token."""
+
+    nonce: bytes
+    proof: bytes
+
+
+class Answer(Header, frozen=True, array_like=True, tag=3):
+    """Dialler's proof that it knows the token, and its claims (JSON)."""
+
+    proof: bytes
+    claims: bytes
+
+
+class Welcome(Header, frozen=True, array_like=True, tag=4):
+    """Listener accepts; its claims (JSON)."""
+
+    claims: bytes
+
+
+class Refused(Header, frozen=True, array_like=True, tag=5):
+    """Either side refuses, with the reason in words. The connection closes after it."""
+
+    reason: str
+
+
+class Said(Header, frozen=True, array_like=True, tag=8):
+    """One control message (JSON); the only frame on the control plane."""
+
+    message: bytes
+
+
+class Open(Header, frozen=True, array_like=True, tag=16):
+    """A session begins. Travels round the ring ahead of its first hidden states.
+
+    Attributes:
+        session: its number, chosen by the head.
+        context: largest number of tokens it may reach.
+        sampling: for the stage that samples.
+        logits: whether the sampler returns the logits beside each token (checks only).
+
+    The payload holds the prompt's token ids (int64) only when the sampling needs them.
+    """
+
+    session: int
+    context: int
+    sampling: Sampling
+    logits: bool = False
+
+
+class Hidden(Header, frozen=True, array_like=True, tag=17):
+    """Hidden states of ``count`` consecutive positions of one session: one tensor ``[1, count, hidden]``.
+
+    Attributes:
+        session: the session's number.
+        epoch: of the cut under which the sender computed.
+        position: of the first row; explicit, never inferred from a cache.
+        sample: whether the last row is to be turned into a token (False for all but a prompt's last chunk).
+    """
+
+    session: int
+    epoch: int
+    position: int
+    sample: bool
+
+
+class Token(Header, frozen=True, array_like=True, tag=18):
+    """The way home: one token id, and in checks the logits it was chosen from, ``[vocab]`` float32.
+
+    ``position`` is the token's own place in the sequence.
+    """
+
+    session: int
+    epoch: int
+    position: int
+    token: int
+
+
+class Close(Header, frozen=True, array_like=True, tag=19):
+    """A session ends; every stage forgets it. Travels to the last stage."""
+
+    session: int
+
+
+AnyHeader = Hello | Challenge | Answer | Welcome | Refused | Said | Open | Hidden | Token | Close
+
+
+class Frame:
+    """One received frame. ``tensors[i]`` is a view of the bytes of ``header.tensors[i]``, valid until ``release()``."""
+
+    __slots__ = ("_release", "header", "nbytes", "tensors")
+
+    def __init__(
+        self,
+        header: AnyHeader,
+        tensors: Sequence[memoryview] = (),
+        nbytes: int = 0,
+        release: Callable[[], None] | None = None,
+    ) -> None:
+        self.header = header
+        self.tensors = tuple(tensors)
+        self.nbytes = nbytes
+        self._release = release
+
+    def release(self) -> None:
+        """Give the buffers back to their pool; safe to call twice."""
+        release, self._release, self.tensors = self._release, None, ()
+        if release is not None:
+            release()
+
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder = msgspec.msgpack.Decoder(AnyHeader)
+_ZEROS = bytes(ALIGN)
+
+
+def padding(nbytes: int) -> int:
+    """Bytes from ``nbytes`` to the next multiple of 64."""
+    return -nbytes % ALIGN
+
+
+def payload_bytes(tensors: Sequence[Spec]) -> int:
+    """Payload length of these tensors, padding included."""
+    return sum(spec.nbytes + padding(spec.nbytes) for spec in tensors)
+
+
+def encode(header: Header, tensors: Sequence[Buffer] = ()) -> list[Buffer]:
+    """One frame as a list of buffers to write in order; the tensors' bytes are not copied.
+
+    Raises:
+        ProtocolError: the buffers do not have the sizes that ``header.tensors`` gives, or the frame is over a limit.
+    """
+    if len(tensors) != len(header.tensors):
+        raise ProtocolError(f"{len(tensors)} tensors for {len(header.tensors)} specs")
+    head = _encoder.encode(header)
+    parts: list[Buffer] = []
+    crc = 0
+    for spec, data in zip(header.tensors, tensors, strict=True):
+        view = memoryview(data).cast("B")
+        if view.nbytes != spec.nbytes:
+            raise ProtocolError(f"A tensor of {view.nbytes} bytes", expected=f"{spec.nbytes} bytes for {spec}")
+        parts.append(view)
+        crc = zlib.crc32(view, crc)
+        if pad := padding(view.nbytes):
+            parts.append(_ZEROS[:pad])
+            crc = zlib.crc32(_ZEROS[:pad], crc)
+    size = payload_bytes(header.tensors)
+    check_limits(len(header.tensors), len(head), size)
+    prefix = PREFIX.pack(MAGIC, PROTOCOL, 0, len(tensors), len(head), zlib.crc32(head), size, crc, 0)[:-4]
+    return [prefix + zlib.crc32(prefix).to_bytes(4, "little") + head, *parts]
+
+
+def check_limits(count: int, header_bytes: int, payload: int, where: str = "") -> None:
+    """Refuse sizes that no frame may have.
+
+    Raises:
+        ProtocolError: naming the size and the limit.
+    """
+    for name, size, limit in (
+        ("tensors", count, MAX_TENSORS),
+        ("header bytes", header_bytes, MAX_HEADER),
+        ("payload bytes", payload, MAX_PAYLOAD),
+    ):
+        if size > limit:
+            raise ProtocolError(
+                f"A frame with {size} {name}", where=where, expected=f"at most {limit}", remedy="Use a smaller --prefill-chunk"
+            )
+
+
+def decode_header(data: Buffer, where: str = "") -> AnyHeader:
+    """A frame's header from its bytes, strictly typed.
+
+    Raises:
+        ProtocolError: an unknown kind of frame, or a field of the wrong type.
+    """
+    try:
+        return _decoder.decode(data)
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        raise ProtocolError(
+            f"A frame's header could not be read: {error}", where=where, expected="a frame of protocol version 1"
+        ) from error
