@@ -1,7 +1,7 @@
 """A cut: which node holds which blocks of a model.
 
-A model of N blocks is covered by segments in order. The first holds the embedding, the last the final norm and the head.
-A node may hold two segments of one cut; in a *private* cut the first node also holds the last one, so that every other
+A model of N blocks is covered by segments in order. The first holds the embedding, the last the final norm and the
+head. A node may hold two segments of one cut; in a *private* cut the first node also holds the last one, so that every other
 machine sees hidden states only. Cuts are values: a changed cut is a new one with a higher epoch.
 """
 
@@ -117,7 +117,9 @@ def make_cut(blocks: int, boundaries: Sequence[int], *, private: bool = False, t
     last = blocks - tail_blocks
     low = 0 if private else 1
     if not 0 <= tail_blocks < blocks:
-        raise CutError(f"{tail_blocks} tail blocks do not fit a model of {blocks} blocks", expected=f"0 to {blocks - 1}")
+        raise CutError(
+            f"{tail_blocks} tail blocks do not fit a model of {blocks} blocks", expected=f"0 to {blocks - 1}"
+        )
     for i, b in enumerate(boundaries):
         if not low <= b < last:
             raise CutError(
@@ -133,7 +135,9 @@ def make_cut(blocks: int, boundaries: Sequence[int], *, private: bool = False, t
             )
     edges = [0, *boundaries, last]
     count = len(edges) - 1
-    segments = [Segment(a, b, embed=i == 0, head=i == count - 1 and not private) for i, (a, b) in enumerate(pairwise(edges))]
+    segments = [
+        Segment(a, b, embed=i == 0, head=i == count - 1 and not private) for i, (a, b) in enumerate(pairwise(edges))
+    ]
     nodes = list(range(count))
     if private:
         segments.append(Segment(last, blocks, head=True))

@@ -17,7 +17,7 @@ class Message(msgspec.Struct, frozen=True, tag_field="kind", tag=lambda name: na
     """Base of all control messages."""
 
 
-class Join(Message):
+class Join(Message, frozen=True):
     """Stage to head: I am here. A stage with a fixed place says which blocks it holds.
 
     Attributes:
@@ -37,7 +37,7 @@ class Join(Message):
     send: str = ""
 
 
-class Assign(Message):
+class Assign(Message, frozen=True):
     """Head to stage: your place in the ring, and how to build it.
 
     ``next_host`` empty means: the address at which you reached me.
@@ -59,33 +59,33 @@ class Assign(Message):
     block_delay_ms: float = 0.0
 
 
-class Loading(Message):
+class Loading(Message, frozen=True):
     """Stage to head: what I am doing now, for the progress line."""
 
     phase: Literal["reading", "connecting"]
 
 
-class Ready(Message):
+class Ready(Message, frozen=True):
     """Stage to head: built, linked to both neighbours, waiting for frames."""
 
     parameters: int
     resident_bytes: int
 
 
-class Trouble(Message):
+class Trouble(Message, frozen=True):
     """Either way: I stop, and this is why. ``code`` is the exit code of the error's class."""
 
     code: int
     text: str
 
 
-class Stop(Message):
+class Stop(Message, frozen=True):
     """Head to stage: the ring is done; leave."""
 
     reason: str = ""
 
 
-class Report(Message):
+class Report(Message, frozen=True):
     """Stage to head, on leaving: what this stage held and did."""
 
     peak_rss_bytes: int
@@ -96,7 +96,7 @@ class Report(Message):
     send_ms: float
 
 
-class Ping(Message):
+class Ping(Message, frozen=True):
     """Either way, when nothing else was said: I am alive."""
 
 
@@ -132,5 +132,7 @@ def decode(data: bytes | bytearray | memoryview, where: str = "") -> Any:
         return msgspec.json.decode(data, type=Any)
     except msgspec.MsgspecError as error:
         raise ProtocolError(
-            f"A control message could not be read: {error}", where=where, expected="a message of the same splitlm version"
+            f"A control message could not be read: {error}",
+            where=where,
+            expected="a message of the same splitlm version",
         ) from error

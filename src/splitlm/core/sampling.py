@@ -1,4 +1,4 @@
-"""How the next token is chosen, and when a generation ends: settings only; the arithmetic lives in ``model/sampling``."""
+"""How the next token is chosen, and when a generation ends: settings only (arithmetic: ``model/sampling``)."""
 
 from __future__ import annotations
 

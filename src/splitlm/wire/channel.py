@@ -68,7 +68,7 @@ class Listener(Protocol):
         ...
 
     async def accept(self) -> Channel:
-        """The next peer that passed the handshake. Peers that did not are refused and logged, and nobody hears of them."""
+        """The next peer that passed the handshake. Others are refused and logged."""
         ...
 
     async def close(self) -> None:

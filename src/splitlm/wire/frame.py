@@ -233,7 +233,10 @@ def check_limits(count: int, header_bytes: int, payload: int, where: str = "") -
     ):
         if size > limit:
             raise ProtocolError(
-                f"A frame with {size} {name}", where=where, expected=f"at most {limit}", remedy="Use a smaller --prefill-chunk"
+                f"A frame with {size} {name}",
+                where=where,
+                expected=f"at most {limit}",
+                remedy="Use a smaller --prefill-chunk",
             )
 
 

@@ -1,4 +1,5 @@
 """Placeholder interface; see brief."""
+
 from __future__ import annotations
 
 import msgspec
