@@ -1,0 +1,153 @@
+"""The records of a run. Each is one JSON line whose ``record`` key names its kind; docs/walk.md lists every field.
+
+Times ending in ``_ms`` are milliseconds as floats; ``_ns`` are ``time.monotonic_ns()``, comparable on one machine only.
+A field whose value is None is left out of the line.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+
+class Step(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag_field="record", tag="token"):
+    """One pass of one session through one segment: a token, or one chunk of a prompt.
+
+    ``recv_wait_ms + queue_ms + compute_ms + send_ms`` runs from the end of this stage's previous step to the end of
+    this one, so with one session a decode step's sum is one lap.
+
+    Attributes:
+        node: the stage's node.
+        session: the session's number.
+        position: of the first row.
+        count: rows (1 in decode).
+        epoch: of the cut under which it was computed.
+        prefill: whether the rows belong to the prompt.
+        compute_ms: forward alone; sampling and embedding included.
+        recv_wait_ms: starved: nothing to do for this stage until the frame had come.
+        queue_ms: from the frame's arrival to the start of compute.
+        send_ms: from the end of compute until the frame is with the kernel.
+        bytes_in: size of the frame that came, header included.
+        bytes_out: size of the frame that left.
+        kv_bytes: of all this session's KV on this stage, after the step.
+        rss_mb: resident memory of the process, MiB.
+        start_ns: start of compute.
+        end_ns: end of compute.
+        segment: index in the cut of the segment that computed; left out where the node holds one (then it is ``node``).
+        tpot_ms: head, decode only: this step's lap, from the arrival of the token it takes in to the arrival of the
+            token that came of it.
+        ttft_ms: head, a prompt's last chunk only: from the request to the arrival of the first token.
+    """
+
+    node: int
+    session: int
+    position: int
+    count: int
+    epoch: int
+    prefill: bool
+    compute_ms: float
+    recv_wait_ms: float
+    queue_ms: float
+    send_ms: float
+    bytes_in: int
+    bytes_out: int
+    kv_bytes: int
+    rss_mb: float
+    start_ns: int
+    end_ns: int
+    segment: int | None = None
+    tpot_ms: float | None = None
+    ttft_ms: float | None = None
+
+
+class StageMeta(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag_field="record", tag="stage_meta"):
+    """What a stage is; the first line of its trace.
+
+    Attributes:
+        node: its node.
+        name: how it calls itself.
+        segments: what it holds, in words.
+        blocks: indices of its blocks.
+        parameters: elements of its tensors, a tied table once.
+        resident_bytes: bytes of its tensors, a tied table once.
+        dtype: of its weights.
+        device: where it computes.
+        threads: intra-op threads.
+        compute: its compute engine.
+        construct_ms: building the modules on the meta device.
+        read_ms: reading tensors; ``read_kind`` says what that is.
+        assign_ms: assigning them to the modules.
+        read_kind: "pread" (bytes copied from the file) or "mmap set-up" (pages come later, on first touch).
+        import_rss_mb: peak resident memory after the imports and before the weights, MiB.
+        versions: version of each library that computes.
+    """
+
+    node: int
+    name: str
+    segments: str
+    blocks: list[int]
+    parameters: int
+    resident_bytes: int
+    dtype: str
+    device: str
+    threads: int
+    compute: str
+    construct_ms: float
+    read_ms: float
+    assign_ms: float
+    read_kind: str
+    import_rss_mb: float
+    versions: dict[str, str]
+
+
+class Session(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag_field="record", tag="session"):
+    """One finished generation, written by the head.
+
+    Attributes:
+        session: its number.
+        prompt_tokens: tokens of the prompt.
+        new_tokens: tokens generated.
+        finish: why it ended.
+        ttft_ms: from the request to the first token; left out when there was none.
+        tpot_p50_ms: median lap; left out below two tokens.
+        tpot_p99_ms: 99th percentile of the laps; left out below two tokens.
+    """
+
+    session: int
+    prompt_tokens: int
+    new_tokens: int
+    finish: str
+    ttft_ms: float | None = None
+    tpot_p50_ms: float | None = None
+    tpot_p99_ms: float | None = None
+
+
+class Final(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag_field="record", tag="stage_end"):
+    """What a stage did and held; the last line of its trace.
+
+    Attributes:
+        node: its node.
+        tokens: rows it computed, prompts included.
+        peak_rss_mb: peak resident memory of the process, MiB.
+        import_rss_mb: the same, after the imports and before the weights.
+        compute_ms: sum over its steps.
+        recv_wait_ms: sum over its steps.
+        queue_ms: sum over its steps.
+        send_ms: sum over its steps.
+        bytes_in: sum over its steps.
+        bytes_out: sum over its steps.
+    """
+
+    node: int
+    tokens: int
+    peak_rss_mb: float
+    import_rss_mb: float
+    compute_ms: float
+    recv_wait_ms: float
+    queue_ms: float
+    send_ms: float
+    bytes_in: int
+    bytes_out: int
+
+
+Record = Step | StageMeta | Session | Final
+"""Any record."""
