@@ -1,0 +1,1 @@
+"""Engines: what runs a segment. ``exact`` is transformers' own modules, untouched."""
