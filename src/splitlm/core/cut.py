@@ -1,8 +1,8 @@
 """A cut: which node holds which blocks of a model.
 
 A model of N blocks is covered by segments in order. The first holds the embedding, the last the final norm and the
-head. A node may hold two segments of one cut; in a *private* cut the first node also holds the last one, so that every other
-machine sees hidden states only. Cuts are values: a changed cut is a new one with a higher epoch.
+head. In a *private* cut the first node also holds the last segment, so that every other machine sees hidden states
+only. Cuts are values: a changed cut is a new one with a higher epoch.
 """
 
 from __future__ import annotations
@@ -34,7 +34,8 @@ class Segment(msgspec.Struct, frozen=True):
         return range(self.begin, self.end)
 
     def __str__(self) -> str:
-        parts = ["embedding"] * self.embed + [f"blocks {self.begin}–{self.end - 1}"] * (self.count > 0)
+        blocks = f"block {self.begin}" if self.count == 1 else f"blocks {self.begin}–{self.end - 1}"
+        parts = ["embedding"] * self.embed + [blocks] * (self.count > 0)
         return " + ".join([*parts, *["head"] * self.head]) or "nothing"
 
 
@@ -70,8 +71,12 @@ class Cut(msgspec.Struct, frozen=True):
             at = part.end
         if at != self.blocks:
             raise CutError(f"The segments end at block {at}", expected=f"all {self.blocks} blocks")
-        if self.nodes[0] != 0 or sorted(set(self.nodes)) != list(range(self.stages)):
-            raise CutError("Nodes are numbered from 0 in the order of their first segment", expected="node 0 first")
+        once = self.nodes[:-1] if self.private else self.nodes
+        if once != tuple(range(len(once))) or (self.private and self.stages == 1):
+            raise CutError(
+                f"Nodes {self.nodes} visit a node twice or out of order",
+                expected="0, 1, 2 and so on, and at most one more 0 at the end",
+            )
 
     @property
     def stages(self) -> int:

@@ -39,7 +39,7 @@ class SplitlmError(Exception):
 
     def __init__(self, what: str, *, where: str = "", expected: str = "", remedy: str = "") -> None:
         self.what, self.where, self.expected, self.remedy = what, where, expected, remedy
-        super().__init__(what, where, expected, remedy)
+        super().__init__(what)
 
     def __str__(self) -> str:
         text = f"{self.where}: {self.what}." if self.where else f"{self.what}."

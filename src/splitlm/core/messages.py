@@ -7,7 +7,7 @@ from typing import Literal
 import msgspec
 
 from splitlm.core.cut import Cut
-from splitlm.core.errors import ProtocolError
+from splitlm.core.errors import ProtocolError, SplitlmError
 
 MAX_MESSAGE_BYTES = 8 * 1024
 """Largest control message on the wire."""
@@ -130,7 +130,7 @@ def decode(data: bytes | bytearray | memoryview, where: str = "") -> Any:
         )
     try:
         return msgspec.json.decode(data, type=Any)
-    except msgspec.MsgspecError as error:
+    except (msgspec.MsgspecError, UnicodeDecodeError, SplitlmError) as error:
         raise ProtocolError(
             f"A control message could not be read: {error}",
             where=where,

@@ -1,0 +1,239 @@
+"""A trace loses nothing while the disk works, and stops nothing when it does not."""
+
+from __future__ import annotations
+
+import csv
+import errno
+import json
+import logging
+import os
+import shutil
+import threading
+from pathlib import Path
+
+import pytest
+
+from splitlm.telemetry import sinks
+from splitlm.telemetry.sinks import NullTrace, Trace, prometheus_text, read_trace, trace_path, write_csv
+from splitlm.telemetry.summary import summarize
+
+from .test_record import FINAL, META, SESSION, step
+
+
+def test_everything_written_is_in_the_file_in_order_after_close(tmp_path: Path) -> None:
+    trace = Trace(trace_path(tmp_path / "new", 0))
+    given = [META, *(step(position=i) for i in range(3000)), FINAL]
+    for record in given:
+        trace.write(record)
+    trace.close()
+    assert trace.path.name == "trace-node0.jsonl"
+    assert read_trace(trace.path) == given
+    assert trace.dropped == 0
+
+
+def test_records_reach_the_file_while_the_run_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sinks, "PERIOD_S", 0.001)
+    written = threading.Event()
+    append = Trace._append
+
+    def spy(self: Trace, data: bytes) -> None:
+        append(self, data)
+        written.set()
+
+    monkeypatch.setattr(Trace, "_append", spy)
+    trace = Trace(tmp_path / "t.jsonl")
+    trace.write(step())
+    assert written.wait(10)
+    assert read_trace(trace.path) == [step()]
+    trace.close()
+
+
+def test_several_threads_may_write(tmp_path: Path) -> None:
+    trace = Trace(tmp_path / "t.jsonl")
+    threads = [
+        threading.Thread(target=lambda n=n: [trace.write(step(node=n, position=i)) for i in range(500)])
+        for n in range(4)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    trace.close()
+    got = read_trace(trace.path)
+    for n in range(4):
+        assert [r.position for r in got if r.node == n] == list(range(500))
+
+
+def test_close_ends_the_thread_and_may_be_called_twice(tmp_path: Path) -> None:
+    trace = Trace(tmp_path / "t.jsonl")
+    trace.write(step())
+    trace.close()
+    trace.close()
+    assert not trace._thread.is_alive()
+    trace.write(step())
+    assert trace.dropped == 1
+    assert len(read_trace(trace.path)) == 1
+
+
+def test_a_full_queue_drops_and_counts(tmp_path: Path) -> None:
+    trace = Trace(tmp_path / "t.jsonl", limit=0)
+    for _ in range(3):
+        trace.write(step())
+    assert trace.dropped == 3
+    trace.close()
+    assert not trace.path.exists()
+
+
+def test_an_older_trace_is_replaced(tmp_path: Path) -> None:
+    path = tmp_path / "t.jsonl"
+    path.write_text("something older\n")
+    trace = Trace(path)
+    trace.write(step())
+    trace.close()
+    assert read_trace(path) == [step()]
+
+
+def test_a_folder_that_vanishes_costs_records_and_one_warning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(sinks, "PERIOD_S", 60.0)
+    trace = Trace(tmp_path / "gone" / "t.jsonl")
+    with caplog.at_level(logging.WARNING):
+        trace.write(step(position=0))
+        trace._drain()
+        shutil.rmtree(tmp_path / "gone")
+        for i in (1, 2):
+            trace.write(step(position=i))
+            trace._drain()
+        assert trace.dropped == 2
+        (tmp_path / "gone").mkdir()
+        trace.write(step(position=3))
+        trace.close()
+    assert trace.dropped == 2
+    assert [r.position for r in read_trace(trace.path)] == [3]
+    assert len(caplog.records) == 1
+    assert str(trace.path) in caplog.text
+
+
+def test_a_full_disk_leaves_whole_lines_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(sinks, "PERIOD_S", 60.0)
+    trace = Trace(tmp_path / "t.jsonl")
+    trace.write(step(position=0))
+    trace._drain()
+    write = os.write
+    room = [10]
+
+    def full(fd: int, data: memoryview) -> int:
+        if not room[0]:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        took = write(fd, data[: room[0]])
+        room[0] = 0
+        return took
+
+    with caplog.at_level(logging.WARNING):
+        with monkeypatch.context() as patch:
+            patch.setattr(sinks.os, "write", full)
+            trace.write(step(position=1))
+            trace.write(step(position=2))
+            trace._drain()
+        trace.write(step(position=3))
+        trace.close()
+    assert trace.dropped == 2
+    assert [r.position for r in read_trace(trace.path)] == [0, 3]
+    assert "No space left" in caplog.text
+
+
+def test_a_record_that_json_cannot_hold_is_lost_alone(tmp_path: Path) -> None:
+    trace = Trace(tmp_path / "t.jsonl")
+    for record in (step(position=0), step(position=object()), step(position={(): 1}), step(position=3)):
+        trace.write(record)
+    trace.close()
+    assert [r.position for r in read_trace(trace.path)] == [0, 3]
+    assert trace.dropped == 2
+
+
+def test_close_gives_up_on_a_slow_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sinks, "PERIOD_S", 60.0)
+    monkeypatch.setattr(sinks, "CLOSE_S", -1.0)
+    trace = Trace(tmp_path / "t.jsonl")
+    for i in range(5):
+        trace.write(step(position=i))
+    trace._deadline = float("-inf")
+    trace._drain()
+    assert trace.dropped == 5
+    trace._closing.set()
+    trace._thread.join(10)
+    assert not trace._thread.is_alive()
+
+
+def test_no_trace_takes_everything_and_makes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    trace = NullTrace()
+    trace.write(step())
+    trace.close()
+    assert trace.dropped == 0
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_last_line_cut_short_is_left_out(tmp_path: Path) -> None:
+    trace = Trace(tmp_path / "t.jsonl")
+    for i in range(3):
+        trace.write(step(position=i))
+    trace.close()
+    whole = trace.path.read_bytes()
+    trace.path.write_bytes(whole[:-20])
+    assert [r.position for r in read_trace(trace.path)] == [0, 1]
+
+
+@pytest.mark.parametrize("bad", [b"{", b'{"record":"other"}', b'{"record":"token","node":"x"}', b"\xff"])
+def test_a_broken_line_in_the_middle_is_named(tmp_path: Path, bad: bytes) -> None:
+    trace = Trace(tmp_path / "t.jsonl")
+    trace.write(step())
+    trace.close()
+    line = trace.path.read_bytes()
+    trace.path.write_bytes(line + bad + b"\n" + line)
+    with pytest.raises(ValueError, match=r"t\.jsonl:2:"):
+        read_trace(trace.path)
+
+
+def test_csv_has_a_column_for_every_field_seen(tmp_path: Path) -> None:
+    path = tmp_path / "t.csv"
+    write_csv(path, [META, step(), step(position=13, tpot_ms=4.5), SESSION])
+    with path.open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert [row["record"] for row in rows] == ["stage_meta", "token", "token", "session"]
+    assert json.loads(rows[0]["blocks"]) == [0, 1] and json.loads(rows[0]["versions"]) == {"torch": "2"}
+    assert rows[1]["tpot_ms"] == "" and rows[2]["tpot_ms"] == "4.5"
+    assert rows[3]["finish"] == "eos"
+    assert [p.name for p in tmp_path.iterdir()] == ["t.csv"]
+
+
+def test_prometheus_text_has_help_type_and_values_in_base_units() -> None:
+    text = prometheus_text(
+        summarize(
+            [
+                step(node=0, position=4, count=4, prefill=True, ttft_ms=50.0, start_ns=0, end_ns=1),
+                step(node=0, position=8, tpot_ms=4.0, compute_ms=1500.0, start_ns=0, end_ns=1_000_000, kv_bytes=77),
+                step(node=1, position=8, start_ns=3_000_000, end_ns=4_000_000),
+            ]
+        )
+    )
+    lines = text.splitlines()
+    assert text.endswith("\n")
+    assert "# TYPE splitlm_tokens_total counter" in lines and "splitlm_tokens_total 1" in lines
+    assert 'splitlm_ttft_seconds{quantile="0.5"} 0.05' in lines
+    assert 'splitlm_stage_seconds_total{node="0",phase="compute"} 1.5' in lines
+    assert 'splitlm_stage_kv_bytes{node="0"} 77' in lines
+    assert 'splitlm_hop_seconds{source="0",target="1"} 0.002' in lines
+    names = {line.split("{")[0].split(" ")[0] for line in lines if not line.startswith("#")}
+    for name in names:
+        assert sum(line.startswith(f"# HELP {name} ") for line in lines) == 1
+        assert sum(line.startswith(f"# TYPE {name} ") for line in lines) == 1
+
+
+def test_prometheus_text_leaves_out_what_is_not_known() -> None:
+    text = prometheus_text(summarize([]))
+    assert "splitlm_tokens_total 0" in text
+    assert "ttft" not in text and "hop" not in text and "None" not in text
