@@ -35,6 +35,7 @@ ALIGN = 64
 MAX_HEADER = 64 * 1024
 MAX_PAYLOAD = 256 * 1024 * 1024
 MAX_TENSORS = 8
+MAX_RANK = 8
 
 DType = Literal["float32", "float16", "bfloat16", "int64", "int32", "uint8"]
 ITEM_BYTES: dict[str, int] = {"float32": 4, "float16": 2, "bfloat16": 2, "int64": 8, "int32": 4, "uint8": 1}
@@ -83,8 +84,9 @@ class Answer(Header, frozen=True, array_like=True, tag=3):
 
 
 class Welcome(Header, frozen=True, array_like=True, tag=4):
-    """Listener accepts; its claims (JSON)."""
+    """Listener accepts; its claims (JSON), and proof that they are its own."""
 
+    proof: bytes
     claims: bytes
 
 
@@ -156,9 +158,16 @@ AnyHeader = Hello | Challenge | Answer | Welcome | Refused | Said | Open | Hidde
 
 
 class Frame:
-    """One received frame. ``tensors[i]`` is a view of the bytes of ``header.tensors[i]``, valid until ``release()``."""
+    """One received frame. ``tensors[i]`` is a view of the bytes of ``header.tensors[i]``, valid until ``release()``.
 
-    __slots__ = ("_release", "header", "nbytes", "tensors")
+    Attributes:
+        header: what the frame says.
+        tensors: one view per tensor; empty after ``release()``.
+        nbytes: bytes of the frame on the wire.
+        received_ns: ``time.monotonic_ns()`` when its last byte was decoded; 0 when it was not received.
+    """
+
+    __slots__ = ("_release", "header", "nbytes", "received_ns", "tensors")
 
     def __init__(
         self,
@@ -166,10 +175,12 @@ class Frame:
         tensors: Sequence[memoryview] = (),
         nbytes: int = 0,
         release: Callable[[], None] | None = None,
+        received_ns: int = 0,
     ) -> None:
         self.header = header
         self.tensors = tuple(tensors)
         self.nbytes = nbytes
+        self.received_ns = received_ns
         self._release = release
 
     def release(self) -> None:
@@ -250,5 +261,7 @@ def decode_header(data: Buffer, where: str = "") -> AnyHeader:
         return _decoder.decode(data)
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
         raise ProtocolError(
-            f"A frame's header could not be read: {error}", where=where, expected="a frame of protocol version 1"
+            f"A frame's header could not be read: {error}",
+            where=where,
+            expected=f"a frame of protocol version {PROTOCOL}",
         ) from error

@@ -1,0 +1,1 @@
+"""Frames in and out: channels over TCP, and over memory for tests."""

@@ -1,0 +1,385 @@
+"""One channel over any asyncio transport: handshake, decoding, turns and back-pressure. TCP and memory both use it.
+
+There is no task in here. The event loop calls the protocol, the protocol sets the future of whoever waits, and what
+must happen later is a timer that ``connection_lost`` cancels.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from splitlm.core.errors import NetworkError, PeerLostError, ProtocolError
+from splitlm.wire.decoder import Decoder
+from splitlm.wire.frame import Buffer, Frame, Header, Refused, encode
+from splitlm.wire.handshake import Claims, Handshake, refusal
+from splitlm.wire.pool import BufferPool
+from splitlm.wire.states import OPEN, Purpose, Role, Turns
+
+MAX_QUEUED = 64
+"""Frames that wait to be received before reading pauses."""
+JOIN_BYTES = 64 * 1024
+"""Frames up to this size are copied into one write; larger ones are written part by part without a copy of ours."""
+FLUSH_S = 3.0
+"""How long ``close`` waits until the bytes of earlier sends are with the kernel."""
+LINGER_S = 1.0
+"""How long the last words may take to reach a peer before the connection is cut."""
+
+
+class StreamChannel(asyncio.BufferedProtocol):
+    """A ``Channel`` (wire/channel.py) over one asyncio transport.
+
+    Args:
+        role: which side of the connection this is.
+        purpose: ``data`` or ``control``.
+        where: what to call the peer until its claims are known.
+        pool: receive buffers; may be shared by several channels.
+        handshake: to be completed before frames pass; None for a peer whose ``claims`` are known already.
+        claims: the peer's, when there is no handshake.
+        on_settled: called once, when the handshake has succeeded or failed.
+    """
+
+    def __init__(
+        self,
+        role: Role,
+        purpose: Purpose,
+        where: str,
+        pool: BufferPool,
+        *,
+        handshake: Handshake | None = None,
+        claims: Claims | None = None,
+        on_settled: Callable[[StreamChannel], None] | None = None,
+    ) -> None:
+        loop = asyncio.get_running_loop()
+        self.settled: asyncio.Future[None] = loop.create_future()
+        self.lost: asyncio.Future[None] = loop.create_future()
+        self.error: NetworkError | None = None
+        self._loop, self._pool, self._role = loop, pool, role
+        self._peer_role: Role = "listener" if role == "dialler" else "dialler"
+        self._where = where
+        self._decoder = Decoder(pool, where, greeting=handshake is not None)
+        self._handshake = handshake
+        self._claims = claims
+        self._turns = handshake.turns if handshake else Turns(purpose, OPEN[purpose])
+        self._on_settled = on_settled
+        self._transport: asyncio.Transport | None = None
+        self._queue: deque[Frame] = deque()
+        self._reader: asyncio.Future[None] | None = None
+        self._writers: deque[asyncio.Future[None]] = deque()
+        self._full = self._paused = self._deaf = False
+        self._timer: asyncio.TimerHandle | None = None
+        self._in = self._out = 0
+
+    @property
+    def peer(self) -> str:
+        """The peer's name and address."""
+        return f"{self._claims.node} at {self._where}" if self._claims and self._claims.node else self._where
+
+    @property
+    def claims(self) -> Claims:
+        """What the peer said of itself.
+
+        Raises:
+            ProtocolError: the handshake is not done.
+        """
+        if self._claims is None:
+            raise ProtocolError("The handshake is not done", where=self._where)
+        return self._claims
+
+    @property
+    def host(self) -> str:
+        """The peer's host as seen from here; ``memory`` when there is no network between."""
+        name = self._transport.get_extra_info("peername") if self._transport else None
+        return str(name[0]) if name else "memory"
+
+    @property
+    def bytes_in(self) -> int:
+        """Bytes received so far."""
+        return self._in
+
+    @property
+    def bytes_out(self) -> int:
+        """Bytes sent so far."""
+        return self._out
+
+    @property
+    def admitted(self) -> bool:
+        """Whether the handshake has succeeded."""
+        return self._claims is not None
+
+    @property
+    def pending(self) -> bool:
+        """Whether a frame is waiting to be received."""
+        return bool(self._queue)
+
+    # What the user of the channel calls.
+
+    async def send(self, header: Header, tensors: Sequence[Buffer] = ()) -> None:
+        """Send one frame; when it returns the tensors may be overwritten. Several tasks may send at once.
+
+        Raises:
+            PeerLostError: the peer is gone.
+            ProtocolError: the frame is over a limit, or out of turn.
+        """
+        parts = encode(header, tensors)
+        await self._writable()
+        self._turns.step(self._role, header, self.peer)
+        self._write(parts)
+        await self._writable()
+
+    async def receive(self) -> Frame:
+        """The next frame; one task at a time may wait.
+
+        Raises:
+            PeerLostError: the peer is gone and no frame is left.
+            PeerRefusedError: the peer ended the link, and said why.
+            ProtocolError: the peer sent bytes that are not a frame, or a frame out of turn.
+        """
+        if self._reader is not None:
+            raise RuntimeError("another task is already waiting for a frame of this channel")
+        while not self._queue:
+            self._resume()
+            if self._queue:
+                break
+            if self.error is not None:
+                raise self.error
+            self._reader = self._loop.create_future()
+            try:
+                await self._reader
+            finally:
+                self._reader = None
+        frame = self._queue.popleft()
+        if self._paused and len(self._queue) <= MAX_QUEUED // 2:
+            self._resume()
+        return frame
+
+    async def close(self) -> None:
+        """Flush what was accepted for sending, tell the peer, and end the stream; safe to call twice.
+
+        Takes at most ``FLUSH_S + LINGER_S`` when the peer does not react.
+        """
+        if self._transport is None:
+            return
+        self._stop_listening(PeerLostError("The link was closed by this side", where=self.peer))
+        while self._queue:
+            self._queue.popleft().release()
+        try:
+            with contextlib.suppress(NetworkError, TimeoutError):
+                async with asyncio.timeout(FLUSH_S):
+                    await self._writable()
+            self._hang_up(LINGER_S)
+            await asyncio.wait({self.lost})
+        finally:
+            self._transport.abort()
+
+    # What the event loop calls.
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """A transport is ready."""
+        if not isinstance(transport, asyncio.Transport):
+            raise TypeError("a stream transport is needed")
+        self._transport = transport
+        # A send returns when the kernel has the bytes: some event loops keep a view of the caller's tensor until then.
+        transport.set_write_buffer_limits(high=0)
+        if self._handshake is None:
+            self._settle()
+        elif (hello := self._handshake.start()) is not None:
+            self._write(encode(hello))
+
+    def get_buffer(self, sizehint: int) -> memoryview:
+        """Where the next bytes go."""
+        return memoryview(bytearray(JOIN_BYTES)) if self._deaf else self._decoder.get_buffer(sizehint)
+
+    def buffer_updated(self, nbytes: int) -> None:
+        """Bytes came."""
+        self._in += nbytes
+        if not self._deaf:
+            self._decoder.received(nbytes)
+            self._pump()
+
+    def eof_received(self) -> None:
+        """The peer sends no more. The transport then closes, once what we have to say is with the kernel."""
+        self._note_loss("went away")
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """The connection is gone."""
+        self._pump(bounded=False)
+        self._note_loss(f"was lost ({exc})" if exc else "went away")
+        if self._timer is not None:
+            self._timer.cancel()
+        if not self._decoder.starved:
+            self._decoder.close()
+        self._pool.forget(self._wake)
+        self._release_writers()
+        if not self.lost.done():
+            self.lost.set_result(None)
+        self._settle()
+
+    def pause_writing(self) -> None:
+        """The kernel takes no more."""
+        self._full = True
+
+    def resume_writing(self) -> None:
+        """The kernel took everything."""
+        self._full = False
+        self._release_writers()
+
+    # Inward.
+
+    def refuse(self, error: NetworkError) -> None:
+        """Give up on the peer: tell it why, and cut the connection soon."""
+        if self._transport is None or self.lost.done():
+            return
+        if "Refused" in self._turns.allowed(self._role):
+            header = Refused(". ".join(filter(None, (error.what, error.expected and f"Expected {error.expected}"))))
+            self._turns.step(self._role, header)
+            self._write(encode(header))
+        self._stop_listening(error)
+        self._hang_up(LINGER_S)
+        self._settle()
+
+    def _pump(self, *, bounded: bool = True) -> None:
+        """Decode what came, as far as there is room; then pause or go on reading."""
+        waiting = False
+        try:
+            while not self._deaf and not (bounded and len(self._queue) >= MAX_QUEUED):
+                frame = self._decoder.next_frame()
+                if frame is not None:
+                    self._dispatch(frame)
+                elif self._decoder.starved and not waiting:
+                    # Ask to be woken first, then look once more: a release in between must not be missed.
+                    self._pool.when_free(self._wake)
+                    waiting = True
+                else:
+                    break
+        except ProtocolError as error:
+            self.refuse(error)
+        self._set_reading(self._deaf or not (self._decoder.starved or len(self._queue) >= MAX_QUEUED))
+
+    def _dispatch(self, frame: Frame) -> None:
+        if self._handshake is not None and self._claims is None:
+            self._greet(frame)
+            return
+        try:
+            self._turns.step(self._peer_role, frame.header, self.peer)
+        except ProtocolError:
+            frame.release()
+            raise
+        if isinstance(frame.header, Refused):
+            self._stop_listening(refusal(frame.header, self.peer))
+            self._hang_up(LINGER_S)
+            return
+        self._queue.append(frame)
+        if self._reader is not None and not self._reader.done():
+            self._reader.set_result(None)
+
+    def _greet(self, frame: Frame) -> None:
+        if self._handshake is None:
+            return
+        reply = self._handshake.receive(frame.header)
+        if reply is not None:
+            self._write(encode(reply))
+        if self._handshake.error is not None:
+            self._stop_listening(self._handshake.error)
+            self._hang_up(LINGER_S)
+            self._settle()
+        elif self._handshake.done:
+            self._claims = self._handshake.claims
+            self._decoder.where = self.peer
+            self._decoder.admit()
+            self._settle()
+
+    def _settle(self) -> None:
+        """The handshake is over, one way or the other."""
+        if not self.settled.done():
+            self.settled.set_result(None)
+            if self._on_settled is not None:
+                self._on_settled(self)
+
+    def _wake(self) -> None:
+        """A buffer was released, in any thread."""
+        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody is left to wake
+            self._loop.call_soon_threadsafe(self._resume)
+
+    def _resume(self) -> None:
+        if self._paused or self._decoder.starved:
+            self._pump()
+
+    def _set_reading(self, on: bool) -> None:
+        if self._transport is None or self._transport.is_closing() or on != self._paused:
+            return
+        self._paused = not on
+        if on:
+            self._transport.resume_reading()
+        else:
+            self._transport.pause_reading()
+
+    def _note_loss(self, how: str) -> None:
+        """Remember that the peer is gone, after the frames that it sent."""
+        if self.error is None:
+            part = self._decoder.partial_bytes
+            middle = f" in the middle of a frame, after {part} bytes of it" if part else ""
+            self.error = PeerLostError(f"The peer {how}{middle}", where=self.peer)
+        if self._reader is not None and not self._reader.done():
+            self._reader.set_result(None)
+
+    def _stop_listening(self, error: NetworkError) -> None:
+        """Take no further bytes; ``error`` is what a reader gets after the frames that came before."""
+        if self.error is None:
+            self.error = error
+        self._deaf = True
+        self._decoder.close()
+        self._set_reading(True)
+        if self._reader is not None and not self._reader.done():
+            self._reader.set_result(None)
+
+    # Outward.
+
+    def _write(self, parts: list[Buffer]) -> None:
+        if self._transport is None or self._transport.is_closing():
+            return
+        size = sum(map(len, parts))
+        self._out += size
+        if size <= JOIN_BYTES:
+            self._transport.write(b"".join(parts))
+        else:
+            for part in parts:
+                self._transport.write(part)
+
+    async def _writable(self) -> None:
+        """Wait until the kernel has everything that was written.
+
+        Raises:
+            NetworkError: why the link is down.
+        """
+        while self._full and not self.lost.done():
+            turn = self._loop.create_future()
+            self._writers.append(turn)
+            try:
+                await turn
+            finally:
+                self._writers.remove(turn)
+        if self.error is not None:
+            raise self.error
+
+    def _release_writers(self) -> None:
+        for turn in self._writers:
+            if not turn.done():
+                turn.set_result(None)
+
+    def _hang_up(self, patience_s: float) -> None:
+        """Say goodbye, and leave the peer some time to say it too: a reset could overtake what we sent last."""
+        if self._transport is None or self._timer is not None or self.lost.done():
+            return
+        if self._transport.can_write_eof() and not self._transport.is_closing():
+            self._transport.write_eof()
+        self._timer = self._loop.call_later(patience_s, self._transport.abort)
+
+
+def describe(address: Any) -> str:
+    """``host:port`` of a socket address."""
+    host, port = str(address[0]), address[1]
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"

@@ -1,0 +1,330 @@
+"""Channels over TCP."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import logging
+import socket
+from functools import partial
+
+from splitlm.core.errors import (
+    AddressBusyError,
+    NetworkError,
+    PeerLostError,
+    PeerMissingError,
+    ProtocolError,
+    UsageError,
+)
+from splitlm.link.base import StreamChannel, describe
+from splitlm.wire.handshake import Handshake, Identity
+from splitlm.wire.pool import BufferPool
+from splitlm.wire.states import Purpose
+
+HANDSHAKE_S = 10.0
+"""How long an arriving peer may take for its handshake."""
+MAX_UNFINISHED = 32
+"""Handshakes that may be under way at one listener; further connections are dropped until one ends."""
+RETRY_S = (0.01, 0.1)
+"""First and longest pause between two attempts to connect."""
+KEEPALIVE = (("TCP_KEEPIDLE", 5), ("TCP_KEEPINTVL", 2), ("TCP_KEEPCNT", 3))
+"""A machine that vanished silently is found after 5 s of silence and 3 unanswered probes 2 s apart."""
+
+_log = logging.getLogger("splitlm.link")
+
+
+class TcpListener:
+    """A ``Listener`` (wire/channel.py) on one TCP port. Made by ``listen``."""
+
+    def __init__(
+        self,
+        identity: Identity,
+        purpose: Purpose,
+        pool: BufferPool | None,
+        expect_peer: str,
+        handshake_s: float,
+    ) -> None:
+        self._identity, self._purpose, self._pool = identity, purpose, pool
+        self._expect_peer = expect_peer
+        self._handshake_s = handshake_s
+        self._server: asyncio.Server | None = None
+        self._address: tuple[str, int] = ("", 0)
+        self._unfinished: dict[StreamChannel, asyncio.TimerHandle] = {}
+        self._ready: asyncio.Queue[StreamChannel | None] = asyncio.Queue()
+        self._closed = False
+
+    @property
+    def host(self) -> str:
+        """The bound host."""
+        return self._address[0]
+
+    @property
+    def port(self) -> int:
+        """The bound port; the chosen one when 0 was asked for."""
+        return self._address[1]
+
+    async def start(self, sock: socket.socket) -> None:
+        """Listen on a bound socket."""
+        loop = asyncio.get_running_loop()
+        self._address = sock.getsockname()[:2]
+        self._server = await loop.create_server(partial(_Arrival, self), sock=sock, backlog=128)
+
+    async def accept(self, *, deadline_s: float | None = None, who: str = "") -> StreamChannel:
+        """The next peer that passed the handshake. Others are refused and logged.
+
+        Args:
+            deadline_s: how long to wait; None waits for ever.
+            who: who is awaited, for the error; ``expect_peer`` of ``listen`` when empty.
+
+        Raises:
+            PeerMissingError: nobody came before the deadline.
+            NetworkError: the listener was closed.
+        """
+        try:
+            async with asyncio.timeout(deadline_s):
+                while (channel := await self._ready.get()) is not None:
+                    if channel.pending or not channel.lost.done():
+                        return channel
+        except TimeoutError:
+            raise PeerMissingError(
+                f"{self._identity.claims.node} waited {deadline_s:g} s for {who or self._expect_peer}",
+                where=describe(self._address),
+                remedy="Check that it was started and was given this address",
+            ) from None
+        self._ready.put_nowait(None)
+        raise NetworkError("The listener was closed", where=describe(self._address))
+
+    async def close(self) -> None:
+        """Stop listening and drop whoever was not accepted; channels that were accepted stay. Safe to call twice."""
+        if self._server is None or self._closed:
+            return
+        self._closed = True
+        self._server.close()
+        dropped = list(self._unfinished)
+        while not self._ready.empty():
+            channel = self._ready.get_nowait()
+            if channel is not None:
+                dropped.append(channel)
+        self._ready.put_nowait(None)
+        await asyncio.gather(*(channel.close() for channel in dropped))
+
+    def admit(self, where: str) -> StreamChannel | None:
+        """A channel for a connection that arrived, or None when too many are unfinished."""
+        if self._closed or len(self._unfinished) >= MAX_UNFINISHED:
+            _log.warning("%s: dropped, %d handshakes are unfinished", where, len(self._unfinished))
+            return None
+        channel = StreamChannel(
+            "listener",
+            self._purpose,
+            where,
+            self._pool or BufferPool(),
+            handshake=Handshake("listener", self._purpose, self._identity, where),
+            on_settled=self._settled,
+        )
+        loop = asyncio.get_running_loop()
+        self._unfinished[channel] = loop.call_later(self._handshake_s, self._too_slow, channel)
+        return channel
+
+    def _settled(self, channel: StreamChannel) -> None:
+        timer = self._unfinished.pop(channel, None)
+        if timer is not None:
+            timer.cancel()
+        if channel.error is None:
+            self._ready.put_nowait(channel)
+        elif not self._closed:
+            _log.warning("A peer was not admitted: %s", channel.error)
+
+    def _too_slow(self, channel: StreamChannel) -> None:
+        expected = f"{self._handshake_s:g} s at most"
+        channel.refuse(ProtocolError("The handshake was not finished in time", where=channel.peer, expected=expected))
+
+
+class _Arrival(asyncio.Protocol):
+    """Looks at the address of a connection that arrived, and hands it to a channel."""
+
+    def __init__(self, listener: TcpListener) -> None:
+        self._listener = listener
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """Set the socket's options; then the channel takes over, or the connection is dropped."""
+        if not isinstance(transport, asyncio.Transport):
+            raise TypeError("a stream transport is needed")
+        name = transport.get_extra_info("peername")
+        channel = self._listener.admit(describe(name) if name else "a peer")
+        if channel is None:
+            transport.abort()
+            return
+        _tune(transport)
+        transport.set_protocol(channel)
+        channel.connection_made(transport)
+
+
+async def listen(
+    host: str,
+    port: int,
+    identity: Identity,
+    purpose: Purpose,
+    *,
+    pool: BufferPool | None = None,
+    expect_peer: str = "a peer",
+    handshake_s: float = HANDSHAKE_S,
+) -> TcpListener:
+    """Listen at ``host:port``; port 0 chooses a free one.
+
+    Args:
+        host: an address or name of this machine; ``0.0.0.0`` for all.
+        port: 0 to 65535.
+        identity: who this process is; its claims may be replaced later, they are read at each handshake.
+        purpose: dialler and listener must mean the same.
+        pool: receive buffers shared by all channels; by default each has its own.
+        expect_peer: who is to come, for messages.
+        handshake_s: seconds an arriving peer may take for its handshake.
+
+    Raises:
+        UsageError: a port out of range.
+        AddressBusyError: the port is taken, or not allowed.
+        NetworkError: the host is not an address of this machine.
+    """
+    family, address = await _resolve(host, port, socket.AI_PASSIVE)
+    listener = TcpListener(identity, purpose, pool, expect_peer, handshake_s)
+    sock = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        sock.setblocking(False)
+        # A port that was closed a moment ago may be taken again; one that is in use may not (Linux, macOS).
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        sock.bind(address)
+        await listener.start(sock)
+    except OSError as error:
+        sock.close()
+        raise _listen_error(error, host, port) from error
+    return listener
+
+
+async def connect(
+    host: str,
+    port: int,
+    identity: Identity,
+    purpose: Purpose,
+    *,
+    deadline_s: float,
+    who: str,
+    pool: BufferPool | None = None,
+) -> StreamChannel:
+    """Connect to a listener, and wait for it while it is not up yet.
+
+    Args:
+        host: where the peer listens.
+        port: of the peer.
+        identity: who this process is.
+        purpose: what the link is for.
+        deadline_s: how long to wait for the peer, handshake included.
+        who: the peer's name in messages (``stage 1``).
+        pool: receive buffers; by default the channel's own.
+
+    Raises:
+        PeerMissingError: the peer was not there before the deadline.
+        PeerRefusedError: the two sides do not agree.
+        ProtocolError: whoever listens there does not speak this protocol.
+        NetworkError: the host's name cannot be resolved.
+        UsageError: a port out of range.
+    """
+    family, address = await _resolve(host, port)
+    where = describe((host, port))
+    pause, last = RETRY_S[0], ""
+    try:
+        async with asyncio.timeout(deadline_s):
+            while True:
+                try:
+                    return await _attempt(family, address, identity, purpose, f"{who} at {where}", pool)
+                except PeerLostError as error:
+                    last = error.what
+                except OSError as error:
+                    last = error.strerror or str(error)
+                await asyncio.sleep(pause)
+                pause = min(2 * pause, RETRY_S[1])
+    except TimeoutError:
+        raise PeerMissingError(
+            f"{identity.claims.node} waited {deadline_s:g} s for {who} at {where}",
+            expected=f"it to listen there (last seen: {last or 'no answer'})",
+            remedy="Check that it was started, and that no firewall is in between",
+        ) from None
+
+
+async def _attempt(
+    family: int, address: tuple[str, int], identity: Identity, purpose: Purpose, where: str, pool: BufferPool | None
+) -> StreamChannel:
+    """One connection and its handshake."""
+    loop = asyncio.get_running_loop()
+    transport, channel = await loop.create_connection(
+        lambda: StreamChannel(
+            "dialler", purpose, where, pool or BufferPool(), handshake=Handshake("dialler", purpose, identity, where)
+        ),
+        *address[:2],
+        family=family,
+    )
+    _tune(transport)
+    try:
+        await asyncio.wait({channel.settled})
+    except asyncio.CancelledError:
+        transport.abort()
+        await channel.close()
+        raise
+    if channel.error is not None and not channel.admitted:
+        await channel.close()
+        raise channel.error
+    return channel
+
+
+def _tune(transport: asyncio.Transport) -> None:
+    """No delay for small frames, and keep-alive probes where the platform has them."""
+    sock = transport.get_extra_info("socket")
+    options = [(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1), (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)]
+    options += [(socket.IPPROTO_TCP, getattr(socket, key), value) for key, value in KEEPALIVE if hasattr(socket, key)]
+    with contextlib.suppress(OSError):  # the peer may be gone already; the first read says so
+        for level, option, value in options:
+            sock.setsockopt(level, option, value)
+
+
+async def _resolve(host: str, port: int, flags: int = 0) -> tuple[int, tuple[str, int]]:
+    """Address family and address of a host; IPv4 first, so that ``localhost`` means the same on both sides."""
+    where = describe((host, port))
+    if not 0 <= port <= 65535:
+        raise UsageError(f"{port} is not a port", where=where, expected="a number from 0 to 65535")
+    loop = asyncio.get_running_loop()
+    try:
+        found = await loop.getaddrinfo(host or None, port, type=socket.SOCK_STREAM, flags=flags)
+    except (socket.gaierror, UnicodeError) as error:
+        raise NetworkError(
+            f"The host {host!r} cannot be resolved ({error})",
+            where=where,
+            expected="a name or address that this machine can find",
+            remedy="Check its spelling, /etc/hosts and the name server",
+        ) from error
+    found.sort(key=lambda info: info[0] != socket.AF_INET)
+    family, _, _, _, address = found[0]
+    return family, (str(address[0]), int(address[1]))
+
+
+def _listen_error(error: OSError, host: str, port: int) -> NetworkError:
+    where = describe((host, port))
+    match error.errno:
+        case errno.EADDRINUSE:
+            return AddressBusyError(
+                f"Port {port} is in use by another process",
+                where=where,
+                remedy="Choose another port, or stop the process that holds it",
+            )
+        case errno.EACCES | errno.EPERM:
+            return AddressBusyError(
+                f"Port {port} may not be opened by this user", where=where, remedy="Choose a port from 1024 up"
+            )
+        case errno.EADDRNOTAVAIL:
+            return NetworkError(
+                f"{host} is not an address of this machine",
+                where=where,
+                expected="one of its own addresses",
+                remedy="Use 0.0.0.0 to listen on all of them",
+            )
+        case _:
+            return NetworkError(f"This address cannot be listened on ({error.strerror or error})", where=where)

@@ -1,0 +1,121 @@
+"""Who may send what, when: one table for the handshake, the data plane and the control plane.
+
+The side that dialled is the *dialler*, the other the *listener*. A data link carries frames one way, from the dialler:
+sessions and hidden states to the next stage; on the way home tokens or, when the head's node holds the last segment
+too, hidden states. A link that carried one kind never carries the other. The control plane speaks both ways.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from splitlm.core.errors import ProtocolError
+from splitlm.wire.frame import (
+    Answer,
+    Challenge,
+    Close,
+    Header,
+    Hello,
+    Hidden,
+    Open,
+    Refused,
+    Said,
+    Token,
+    Welcome,
+)
+
+Purpose = Literal["data", "control"]
+Role = Literal["dialler", "listener"]
+State = Literal["new", "greeted", "challenged", "answered", "linked", "sessions", "tokens", "talking", "refused"]
+
+PURPOSES: tuple[Purpose, ...] = ("data", "control")
+MEANING: dict[State, str] = {
+    "new": "connected, nothing was said",
+    "greeted": "the dialler said what it wants",
+    "challenged": "the listener proved that it knows the token",
+    "answered": "the dialler proved it too, and made its claims",
+    "linked": "data plane, no frame yet",
+    "sessions": "data plane, towards the next stage (or home, in a private ring)",
+    "tokens": "data plane, the way home",
+    "talking": "control plane",
+    "refused": "one side refused; the connection closes",
+}
+OPEN: dict[Purpose, State] = {"data": "linked", "control": "talking"}
+"""The state in which a finished handshake leaves a connection."""
+
+_HANDSHAKE: dict[tuple[State, Role, type[Header]], State] = {
+    ("new", "dialler", Hello): "greeted",
+    ("new", "listener", Refused): "refused",
+    ("greeted", "listener", Challenge): "challenged",
+    ("greeted", "listener", Refused): "refused",
+    ("challenged", "dialler", Answer): "answered",
+    ("challenged", "dialler", Refused): "refused",
+    ("answered", "listener", Refused): "refused",
+}
+_DATA: dict[tuple[State, Role, type[Header]], State] = {
+    ("answered", "listener", Welcome): "linked",
+    ("linked", "dialler", Open): "sessions",
+    ("linked", "dialler", Token): "tokens",
+    ("sessions", "dialler", Open): "sessions",
+    ("sessions", "dialler", Hidden): "sessions",
+    ("sessions", "dialler", Close): "sessions",
+    ("tokens", "dialler", Token): "tokens",
+    **{
+        (state, role, Refused): "refused"
+        for state in ("linked", "sessions", "tokens")
+        for role in ("dialler", "listener")
+    },
+}
+_CONTROL: dict[tuple[State, Role, type[Header]], State] = {
+    ("answered", "listener", Welcome): "talking",
+    ("talking", "dialler", Said): "talking",
+    ("talking", "listener", Said): "talking",
+    ("talking", "dialler", Refused): "refused",
+    ("talking", "listener", Refused): "refused",
+}
+TABLE: dict[Purpose, dict[tuple[State, Role, type[Header]], State]] = {
+    "data": _HANDSHAKE | _DATA,
+    "control": _HANDSHAKE | _CONTROL,
+}
+"""``TABLE[purpose][state, sender, kind of frame]`` is the next state; what is not in it is not allowed."""
+
+
+class Turns:
+    """The state of one connection; both sides step the same table with every frame they send or receive."""
+
+    def __init__(self, purpose: Purpose, state: State = "new") -> None:
+        self.purpose = purpose
+        self.state = state
+
+    def allowed(self, sender: Role) -> tuple[str, ...]:
+        """The kinds of frame that ``sender`` may send now."""
+        return tuple(
+            kind.__name__ for state, role, kind in TABLE[self.purpose] if state == self.state and role == sender
+        )
+
+    def step(self, sender: Role, header: Header, where: str = "") -> None:
+        """Take one frame of ``sender`` into account.
+
+        Raises:
+            ProtocolError: it is out of turn; the state and what it allows are named, and the state stays.
+        """
+        after = TABLE[self.purpose].get((self.state, sender, type(header)))
+        if after is None:
+            raise ProtocolError(
+                f"A {type(header).__name__} frame from the {sender} in state '{self.state}' of a {self.purpose} link",
+                where=where,
+                expected=" or ".join(self.allowed(sender)) or f"nothing from the {sender} in this state",
+            )
+        self.state = after
+
+
+def markdown() -> str:
+    """The tables as Markdown, for docs/protocol.md."""
+    lines = ["| state | meaning |", "|---|---|"]
+    lines += [f"| `{state}` | {meaning} |" for state, meaning in MEANING.items()]
+    for title, table in (("Handshake", _HANDSHAKE), ("Data plane", _DATA), ("Control plane", _CONTROL)):
+        lines += ["", f"**{title}**", "", "| in state | the | may send | then the state is |", "|---|---|---|---|"]
+        lines += [
+            f"| `{state}` | {role} | `{kind.__name__}` | `{after}` |" for (state, role, kind), after in table.items()
+        ]
+    return "\n".join(lines) + "\n"
