@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Literal
-
 import msgspec
 
 from splitlm.core.cut import Cut
@@ -22,25 +20,29 @@ class Join(Message, frozen=True):
 
     Attributes:
         name: how the stage calls itself (``host:pid``).
-        host: where its data listener can be reached; empty: the address it dialled from.
-        port: its data listener's port.
         begin: first block of a fixed place, or None when the head may choose.
-        end: one past its last block.
-        send: the address it will send to (``host:port``), fixed places only.
+        end: one past its last block; −1: to the end of the model.
     """
 
     name: str
-    host: str
-    port: int
     begin: int | None = None
     end: int | None = None
-    send: str = ""
 
 
 class Assign(Message, frozen=True):
     """Head to stage: your place in the ring, and how to build it.
 
-    ``next_host`` empty means: the address at which you reached me.
+    Attributes:
+        node: the stage's number; the head is 0.
+        cut: which node holds which blocks.
+        model: hub id, directory or well-known name; a stage may have been told its own.
+        family: name of the model family, empty to detect it.
+        loader: ``shard`` or ``hf``.
+        dtype: element type of the weights, resolved.
+        compute: engine.
+        threads: intra-op threads, 0 for the stage's own choice.
+        deadline_s: how long to wait for neighbours.
+        pace_ms: least time per block, for simulated devices; 0 is off.
     """
 
     node: int
@@ -51,25 +53,31 @@ class Assign(Message, frozen=True):
     dtype: str
     compute: str
     threads: int
-    next_host: str
-    next_port: int
     deadline_s: float
-    prefill_chunk: int
-    trace_dir: str = ""
-    block_delay_ms: float = 0.0
+    pace_ms: float = 0.0
 
 
-class Loading(Message, frozen=True):
-    """Stage to head: what I am doing now, for the progress line."""
+class Loaded(Message, frozen=True):
+    """Stage to head: my segments are built and my data listener is open.
 
-    phase: Literal["reading", "connecting"]
+    ``host`` empty means: the address from which you see me.
+    """
+
+    host: str
+    port: int
+    parameters: int
+    resident_bytes: int
+
+
+class Connect(Message, frozen=True):
+    """Head to stage: everyone is loaded; send to this node. ``host`` empty means: where you reached me."""
+
+    host: str
+    port: int
 
 
 class Ready(Message, frozen=True):
-    """Stage to head: built, linked to both neighbours, waiting for frames."""
-
-    parameters: int
-    resident_bytes: int
+    """Stage to head: linked to both neighbours, waiting for frames."""
 
 
 class Trouble(Message, frozen=True):
@@ -86,13 +94,13 @@ class Stop(Message, frozen=True):
 
 
 class Report(Message, frozen=True):
-    """Stage to head, on leaving: what this stage held and did."""
+    """Stage to head, on leaving: what this stage held and did (bytes; milliseconds summed over its steps)."""
 
     peak_rss_bytes: int
     import_rss_bytes: int
-    tokens: int
+    resident_bytes: int
     compute_ms: float
-    recv_wait_ms: float
+    wait_ms: float
     send_ms: float
 
 
@@ -100,7 +108,7 @@ class Ping(Message, frozen=True):
     """Either way, when nothing else was said: I am alive."""
 
 
-Any = Join | Assign | Loading | Ready | Trouble | Stop | Report | Ping
+Any = Join | Assign | Loaded | Connect | Ready | Trouble | Stop | Report | Ping
 
 
 def encode(message: Message) -> bytes:

@@ -1,0 +1,302 @@
+"""The head of a ring: requests in, tokens out.
+
+The head owns the first segment, and in a private ring the last one too. It starts every lap and ends every session.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import AsyncIterator, Iterator
+
+import torch
+
+from splitlm.core.errors import ProtocolError, SplitlmError
+from splitlm.infer.meter import Meter
+from splitlm.infer.relay import Relay, Step
+from splitlm.infer.request import Request, TokenOut
+from splitlm.infer.schedule import Schedule, chunks
+from splitlm.infer.session import Lap, Session
+from splitlm.model import payload
+from splitlm.model.runner import Runner
+from splitlm.wire.channel import Channel
+from splitlm.wire.frame import Buffer, Close, Frame, Header, Hidden, Open, Token
+
+BACKLOG_FRAMES = 2
+
+
+class Head:
+    """Runs any number of sessions through the ring at once.
+
+    Args:
+        relays: the head's own segments: the first, and the last where the ring is private.
+        outbound: to node 1, and ``inbound`` from the last node; both None where the first segment is the whole model.
+        context: the model's context in tokens.
+        prefill_chunk: rows per prefill step.
+        last_segment: index of the cut's last segment.
+    """
+
+    def __init__(
+        self,
+        relays: list[Relay],
+        runner: Runner,
+        meter: Meter,
+        *,
+        outbound: Channel | None,
+        inbound: Channel | None,
+        context: int,
+        prefill_chunk: int,
+        last_segment: int = 0,
+    ) -> None:
+        self._first = relays[0]
+        self._tail = relays[1] if len(relays) > 1 else None
+        self._runner, self._meter = runner, meter
+        self._outbound, self._inbound = outbound, inbound
+        self._context, self._chunk, self._last_segment = context, prefill_chunk, last_segment
+        self._schedule = Schedule()
+        self._sessions: dict[int, Session] = {}
+        self._next_number = 1
+        self._home: deque[Frame] = deque()
+        self._housekeeping: deque[Frame] = deque()
+        self._outbox: asyncio.Queue[tuple[Header, tuple[Buffer, ...], Lap | None]] = asyncio.Queue()
+        self._work_there = asyncio.Event()
+        self._failed: SplitlmError | None = None
+
+    async def run(self) -> None:
+        """Serve until cancelled.
+
+        Raises:
+            SplitlmError: the ring broke; every open session is told the same.
+        """
+        try:
+            async with asyncio.TaskGroup() as group:
+                group.create_task(self._work())
+                if self._outbound is not None and self._inbound is not None:
+                    group.create_task(self._send(self._outbound))
+                    group.create_task(self._receive(self._inbound))
+        except* SplitlmError as errors:
+            first = next(e for e in _leaves(errors) if isinstance(e, SplitlmError))
+            self.fail(first)
+            raise first from None
+
+    def fail(self, error: SplitlmError) -> None:
+        """Tell every session, and all that come later, that the ring is broken."""
+        if self._failed is None:
+            self._failed = error
+            for session in self._sessions.values():
+                session.out.put_nowait(error)
+            self._sessions.clear()
+
+    async def generate(self, request: Request) -> AsyncIterator[TokenOut]:
+        """The tokens of one request, as they come; the last one carries the reason why it is the last.
+
+        Raises:
+            PromptError, UsageError: see ``Request.check``.
+            SplitlmError: the ring broke.
+        """
+        request.check(self._context, self._first.stage.vocab)
+        if self._failed is not None:
+            raise self._failed
+        session = await self._open(request)
+        try:
+            while True:
+                item = await session.out.get()
+                if isinstance(item, SplitlmError):
+                    raise item
+                yield item
+                if item.finish is not None:
+                    return
+        finally:
+            self._end(session)
+
+    async def _open(self, request: Request) -> Session:
+        number = self._next_number
+        self._next_number += 1
+        parts = chunks(len(request.prompt), self._chunk)
+        session = Session(number, request, time.monotonic_ns(), deque(parts))
+        session.arrived_ns = session.asked_ns
+        self._sessions[number] = session
+        opened = Open(session=number, context=self._context, sampling=request.sampling, logits=request.logits)
+        with_prompt, view = opened, None
+        if request.sampling.needs_history:
+            spec, view = payload.dump(torch.tensor(request.prompt, dtype=torch.int64))
+            with_prompt = Open(
+                session=number, context=self._context, sampling=request.sampling, logits=request.logits, tensors=(spec,)
+            )
+        views = () if view is None else (view,)
+        if self._tail is not None:
+            # The tail is here, so the prompt does not have to leave this machine for its sampler's sake.
+            await self._runner.run(self._tail.handle, Frame(with_prompt, views))
+            await self._take(await self._runner.run(self._first.handle, Frame(opened)))
+        else:
+            await self._take(await self._runner.run(self._first.handle, Frame(with_prompt, views)))
+        self._schedule.ready(number, prefill=True)
+        self._work_there.set()
+        return session
+
+    def _end(self, session: Session) -> None:
+        """Forget a session here and, through a Close frame, everywhere."""
+        if self._sessions.pop(session.number, None) is None:
+            return
+        self._schedule.forget(session.number)
+        self._housekeeping.append(Frame(Close(session=session.number)))
+        self._work_there.set()
+        self._meter.sink.write(session.record())
+
+    async def _work(self) -> None:
+        """One step after the other, the oldest first: frames that came home, then sessions that are ready."""
+        while True:
+            self._work_there.clear()
+            while await self._one():
+                pass
+            await self._work_there.wait()
+
+    async def _one(self) -> bool:
+        if self._home and self._tail is not None:
+            frame = self._home.popleft()
+            step = await self._runner.run(self._tail.handle, frame)
+            size, arrived = frame.nbytes, frame.received_ns
+            frame.release()
+            if step.rows:
+                record = self._meter.measure(
+                    step,
+                    arrived_ns=arrived,
+                    sent_ns=step.end_ns,
+                    prefill=self._prefilling(step.session),
+                    bytes_in=size,
+                    bytes_out=0,
+                    segment=self._last_segment,
+                )
+                self._meter.write(record)
+            await self._take(step)
+            return True
+        if self._housekeeping:
+            frame = self._housekeeping.popleft()
+            if self._tail is not None:
+                await self._runner.run(self._tail.handle, frame)
+            await self._take(await self._runner.run(self._first.handle, frame))
+            return True
+        turn = self._schedule.next(backed_up=self._outbox.qsize() >= BACKLOG_FRAMES)
+        if turn is None:
+            return False
+        session = self._sessions[turn.session]
+        frame = self._input(session)
+        arrived = session.arrived_ns
+        step = await self._runner.run(self._first.handle, frame)
+        lap = Lap(step, arrived, turn.prefill, session.bytes_in)
+        if session.chunks:
+            session.arrived_ns = step.end_ns
+            self._schedule.ready(session.number, prefill=True)
+        else:
+            session.pending = lap
+        await self._take(step, lap)
+        return True
+
+    def _prefilling(self, number: int) -> bool:
+        session = self._sessions.get(number)
+        return session is None or not session.tokens
+
+    def _input(self, session: Session) -> Frame:
+        """The next rows of a session: a chunk of its prompt, or its newest token."""
+        if session.chunks:
+            begin, end = session.chunks.popleft()
+            ids, position, sample = list(session.request.prompt[begin:end]), begin, not session.chunks
+        else:
+            ids, position, sample = session.tokens[-1:], session.position, True
+        spec, view = payload.dump(torch.tensor([ids], dtype=torch.int64))
+        header = Hidden(
+            session=session.number, epoch=self._first.epoch, position=position, sample=sample, tensors=(spec,)
+        )
+        return Frame(header, (view,))
+
+    async def _take(self, step: Step, lap: Lap | None = None) -> None:
+        """What a relay of ours gave: a token for us, a frame for the next node, or nothing."""
+        if isinstance(step.header, Token):
+            if lap is not None:
+                self._sent(lap, step.end_ns, 0)
+            self._accept(step.header, step.logits, time.monotonic_ns(), 0)
+        elif step.header is not None:
+            if self._outbound is None:
+                raise ProtocolError(
+                    "A segment gave a frame and there is no next node", where=str(self._first.stage.segment)
+                )
+            self._outbox.put_nowait((step.header, tuple(step.tensors), lap))
+
+    def _sent(self, lap: Lap, when_ns: int, size: int) -> None:
+        lap.record = self._meter.measure(
+            lap.step,
+            arrived_ns=lap.arrived_ns,
+            sent_ns=when_ns,
+            prefill=lap.prefill,
+            bytes_in=lap.bytes_in,
+            bytes_out=size,
+        )
+        session = self._sessions.get(lap.step.session)
+        if session is None or session.pending is not lap:
+            self._meter.write(lap.record)
+
+    async def _send(self, outbound: Channel) -> None:
+        while True:
+            header, tensors, lap = await self._outbox.get()
+            before = outbound.bytes_out
+            await outbound.send(header, tensors)
+            if lap is not None:
+                self._sent(lap, time.monotonic_ns(), outbound.bytes_out - before)
+            if len(self._schedule) and self._outbox.qsize() < BACKLOG_FRAMES:
+                self._work_there.set()
+
+    async def _receive(self, inbound: Channel) -> None:
+        while True:
+            frame = await inbound.receive()
+            match frame.header:
+                case Token() as token:
+                    logits = payload.load(token.tensors[0], frame.tensors[0]).clone() if token.tensors else None
+                    size, when = frame.nbytes, frame.received_ns
+                    frame.release()
+                    self._accept(token, logits, when, size)
+                case Hidden() if self._tail is not None:
+                    self._home.append(frame)
+                    self._work_there.set()
+                case Open() | Close() if self._tail is not None:
+                    frame.release()  # the tail here was told already
+                case other:
+                    raise ProtocolError(
+                        f"A {type(other).__name__} frame came home", where=inbound.peer, expected="Token"
+                    )
+
+    def _accept(self, header: Token, logits: torch.Tensor | None, when_ns: int, size: int) -> None:
+        """A token came home: end the session or start its next lap."""
+        session = self._sessions.get(header.session)
+        if session is None:
+            return  # it ended while its last lap was under way
+        expected = session.position + 1
+        if header.position != expected or not 0 <= header.token < self._first.stage.vocab:
+            raise ProtocolError(
+                f"Token {header.token} of session {header.session} came for position {header.position}",
+                expected=f"position {expected}, ids below {self._first.stage.vocab}",
+            )
+        session.tokens.append(header.token)
+        lap, session.pending = session.pending, None
+        tpot = ttft = None
+        if len(session.tokens) == 1:
+            ttft = session.ttft_ms = (when_ns - session.asked_ns) / 1e6
+        else:
+            tpot = (when_ns - session.arrived_ns) / 1e6
+            session.laps_ms.append(tpot)
+        if lap is not None and lap.record is not None:
+            self._meter.write(lap.record, tpot_ms=tpot, ttft_ms=ttft)
+        session.finish = session.ends_with(header.token, self._context)
+        session.out.put_nowait(TokenOut(header.token, len(session.tokens) - 1, session.finish, logits))
+        if session.finish is None:
+            session.arrived_ns, session.bytes_in = when_ns, size
+            self._schedule.ready(session.number, prefill=False)
+            self._work_there.set()
+
+
+def _leaves(group: BaseExceptionGroup[BaseException]) -> Iterator[BaseException]:
+    for error in group.exceptions:
+        if isinstance(error, BaseExceptionGroup):
+            yield from _leaves(error)
+        else:
+            yield error

@@ -1,0 +1,102 @@
+"""Turning what a stage did into trace records: where the time between two frames went."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import msgspec
+
+from splitlm.infer.relay import Step
+from splitlm.telemetry.memory import rss_bytes
+from splitlm.telemetry.record import Step as StepRecord
+from splitlm.telemetry.sinks import Sink
+
+MIB = 2**20
+
+
+@dataclass
+class Totals:
+    """Sums over all steps of a stage (milliseconds, rows, bytes)."""
+
+    rows: int = 0
+    compute_ms: float = 0.0
+    recv_wait_ms: float = 0.0
+    queue_ms: float = 0.0
+    send_ms: float = 0.0
+    bytes_in: int = 0
+    bytes_out: int = 0
+
+
+@dataclass
+class Meter:
+    """Measures one node. Times of one node lie end to end: each step begins where the one before it ended.
+
+    Args:
+        node: the stage's number.
+        sink: where records go.
+        decode: sums over decode steps only, for tables.
+    """
+
+    node: int
+    sink: Sink
+    epoch: int = 0
+    totals: Totals = field(default_factory=Totals)
+    decode: Totals = field(default_factory=Totals)
+    _last_ns: int = 0
+
+    def measure(
+        self,
+        step: Step,
+        *,
+        arrived_ns: int,
+        sent_ns: int,
+        prefill: bool,
+        bytes_in: int,
+        bytes_out: int,
+        segment: int | None = None,
+    ) -> StepRecord:
+        """The record of one step, not yet written. Call it when the step's output is sent, in the order of the steps.
+
+        Args:
+            arrived_ns: when its input was complete.
+            sent_ns: when its output was with the kernel.
+        """
+        free_ns = self._last_ns or arrived_ns
+        self._last_ns = sent_ns
+        wait = max(0, arrived_ns - free_ns) / 1e6
+        queue = max(0, step.start_ns - max(arrived_ns, free_ns)) / 1e6
+        compute = (step.end_ns - step.start_ns) / 1e6
+        send = max(0, sent_ns - step.end_ns) / 1e6
+        for sums in (self.totals,) if prefill else (self.totals, self.decode):
+            sums.rows += step.rows
+            sums.compute_ms += compute
+            sums.recv_wait_ms += wait
+            sums.queue_ms += queue
+            sums.send_ms += send
+            sums.bytes_in += bytes_in
+            sums.bytes_out += bytes_out
+        return StepRecord(
+            node=self.node,
+            session=step.session,
+            position=step.position,
+            count=step.rows,
+            epoch=self.epoch,
+            prefill=prefill,
+            compute_ms=compute,
+            recv_wait_ms=wait,
+            queue_ms=queue,
+            send_ms=send,
+            bytes_in=bytes_in,
+            bytes_out=bytes_out,
+            kv_bytes=step.kv_bytes,
+            rss_mb=rss_bytes() / MIB,
+            start_ns=step.start_ns,
+            end_ns=step.end_ns,
+            segment=segment,
+        )
+
+    def write(self, record: StepRecord, *, tpot_ms: float | None = None, ttft_ms: float | None = None) -> None:
+        """Write a record; on the head with the lap or the time to the first token that it began."""
+        if tpot_ms is not None or ttft_ms is not None:
+            record = msgspec.structs.replace(record, tpot_ms=tpot_ms, ttft_ms=ttft_ms)
+        self.sink.write(record)

@@ -1,0 +1,146 @@
+"""What a stage does with a frame: frames in, at most one frame out. No sockets, no event loop."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from splitlm.core.errors import ProtocolError
+from splitlm.model import payload
+from splitlm.model.sampling import Sampler
+from splitlm.model.stage import Stage
+from splitlm.wire.frame import Buffer, Close, Frame, Header, Hidden, Open, Token
+
+
+@dataclass(frozen=True)
+class Step:
+    """What came of one frame, and what it cost.
+
+    Attributes:
+        header: the frame to send on, or None.
+        tensors: its payload.
+        start_ns: start of compute (``time.monotonic_ns``).
+        end_ns: end of compute.
+        session: whose step it was.
+        position: of its first row.
+        rows: how many rows were computed; 0 for frames that only open or close a session.
+        kv_bytes: of the session on this stage afterwards.
+        logits: ``[vocab]`` where the session asked for them and this stage sampled.
+    """
+
+    header: Header | None
+    tensors: Sequence[Buffer]
+    start_ns: int
+    end_ns: int
+    session: int
+    position: int = 0
+    rows: int = 0
+    kv_bytes: int = 0
+    logits: torch.Tensor | None = None
+
+
+class Relay:
+    """One segment's part in a ring.
+
+    Args:
+        stage: the segment.
+        epoch: of the cut it belongs to; frames of another are refused.
+    """
+
+    def __init__(self, stage: Stage, epoch: int) -> None:
+        self.stage = stage
+        self.epoch = epoch
+        self._opened: dict[int, Open] = {}
+        self._samplers: dict[int, Sampler] = {}
+
+    def handle(self, frame: Frame) -> Step:
+        """Take one frame. Runs on the compute thread; the frame may be released afterwards.
+
+        Raises:
+            ProtocolError: a frame that has no place here: of another epoch, for a session that is not open, of wrong shape.
+        """
+        match frame.header:
+            case Hidden() as hidden:
+                return self._hidden(hidden, frame)
+            case Open() as opened:
+                return self._open(opened, frame)
+            case Close(session=session):
+                return self._close(session)
+            case other:
+                raise ProtocolError(
+                    f"A {type(other).__name__} frame came",
+                    where=str(self.stage.segment),
+                    expected="Open, Hidden or Close",
+                )
+
+    def _open(self, header: Open, frame: Frame) -> Step:
+        now = time.monotonic_ns()
+        self.stage.open(header.session)
+        self._opened[header.session] = header
+        if self.stage.segment.head:
+            prompt = _tensor(frame).tolist() if header.tensors else []
+            self._samplers[header.session] = Sampler(header.sampling, prompt)
+            return Step(None, (), now, time.monotonic_ns(), header.session)
+        copies = [bytes(view) for view in frame.tensors]
+        return Step(header, copies, now, time.monotonic_ns(), header.session)
+
+    def _close(self, session: int) -> Step:
+        now = time.monotonic_ns()
+        self.stage.close(session)
+        self._opened.pop(session, None)
+        self._samplers.pop(session, None)
+        onward = None if self.stage.segment.head else Close(session=session)
+        return Step(onward, (), now, time.monotonic_ns(), session)
+
+    def _hidden(self, header: Hidden, frame: Frame) -> Step:
+        session = header.session
+        opened = self._opened.get(session)
+        if header.epoch != self.epoch:
+            raise ProtocolError(
+                f"A frame of epoch {header.epoch} came", where=str(self.stage.segment), expected=f"epoch {self.epoch}"
+            )
+        if opened is None:
+            raise ProtocolError(f"Session {session} is not open", where=str(self.stage.segment), expected="Open first")
+        inputs = _tensor(frame)
+        if inputs.dim() > 1 and header.position + inputs.shape[1] > opened.context:
+            raise ProtocolError(
+                f"Session {session} reaches position {header.position + inputs.shape[1]}",
+                where=str(self.stage.segment),
+                expected=f"at most {opened.context}, its context",
+            )
+        samples = self.stage.segment.head and header.sample
+        start = time.monotonic_ns()
+        out = self.stage.forward(session, inputs, header.position, logits=samples)
+        rows = inputs.shape[1]
+        onward: Header | None = None
+        tensors: Sequence[Buffer] = ()
+        logits = None
+        if samples and out is not None:
+            token = self._samplers[session].next(out)
+            specs = []
+            if opened.logits:
+                logits = out.float()
+                spec, view = payload.dump(logits)
+                specs, tensors = [spec], [view]
+            onward = Token(
+                session=session, epoch=self.epoch, position=header.position + rows, token=token, tensors=tuple(specs)
+            )
+        elif out is not None:
+            spec, view = payload.dump(out)
+            tensors = [view]
+            onward = Hidden(
+                session=session, epoch=self.epoch, position=header.position, sample=header.sample, tensors=(spec,)
+            )
+        end = time.monotonic_ns()
+        kv = self.stage.kv_bytes(session)
+        return Step(onward, tensors, start, end, session, header.position, rows, kv, logits)
+
+
+def _tensor(frame: Frame) -> torch.Tensor:
+    """The one tensor of a frame, sharing the frame's memory."""
+    if len(frame.tensors) != 1:
+        raise ProtocolError(f"A frame with {len(frame.tensors)} tensors came", expected="one tensor")
+    return payload.load(frame.header.tensors[0], frame.tensors[0])

@@ -1,0 +1,1 @@
+"""One process of a ring: it joins, takes a part of the cut, and runs it."""

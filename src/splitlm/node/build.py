@@ -1,0 +1,89 @@
+"""From a place in a cut to stages that compute: what every node of a ring does first."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import transformers
+
+import splitlm
+from splitlm.core.cut import Cut
+from splitlm.infer.relay import Relay
+from splitlm.model.compute.paced import PacedEngine
+from splitlm.model.load import Loader, ModelFiles
+from splitlm.model.stage import Stage, build_stages, resident_bytes
+from splitlm.telemetry.memory import peak_rss_bytes
+from splitlm.telemetry.record import StageMeta
+
+MIB = 2**20
+
+
+@dataclass(frozen=True)
+class BuildSettings:
+    """How a node builds its segments (see ``core.messages.Assign``)."""
+
+    loader: Loader = "shard"
+    compute: str = "exact"
+    threads: int = 0
+    pace_ms: float = 0.0
+
+
+@dataclass
+class Built:
+    """A node's segments, ready to compute."""
+
+    stages: list[Stage]
+    relays: list[Relay]
+    meta: StageMeta
+
+    @property
+    def resident_bytes(self) -> int:
+        """Bytes of weights held."""
+        return self.meta.resident_bytes
+
+
+def build_node(files: ModelFiles, cut: Cut, node: int, name: str, settings: BuildSettings) -> Built:
+    """Load the segments of one node. Runs on the compute thread.
+
+    Raises:
+        CheckpointError: see ``ModelFiles.load``.
+    """
+    before = peak_rss_bytes()
+    segments = cut.held_by(node)
+    stages = build_stages(files, segments, loader=settings.loader)
+    if settings.pace_ms:
+        for stage in stages:
+            stage.engine = PacedEngine(stage.engine, settings.pace_ms * stage.segment.count)
+    timings = {key: sum(stage.part.timings[key] for stage in stages) for key in ("construct", "read", "assign")}
+    seen: dict[int, int] = {}
+    for stage in stages:
+        for param in stage.part.module.parameters():
+            seen[param.data_ptr()] = param.numel()
+    meta = StageMeta(
+        node=node,
+        name=name,
+        segments="; ".join(map(str, segments)),
+        blocks=[i for segment in segments for i in segment.blocks],
+        parameters=sum(seen.values()),
+        resident_bytes=resident_bytes(stages),
+        dtype=str(files.dtype).removeprefix("torch."),
+        device="cpu",
+        threads=torch.get_num_threads(),
+        compute=stages[0].engine.name,
+        construct_ms=timings["construct"],
+        read_ms=timings["read"],
+        assign_ms=timings["assign"],
+        read_kind="pread" if settings.loader == "shard" else "mmap set-up",
+        import_rss_mb=before / MIB,
+        versions={"splitlm": splitlm.__version__, "torch": torch.__version__, "transformers": transformers.__version__},
+    )
+    return Built(stages, [Relay(stage, cut.epoch) for stage in stages], meta)
+
+
+def model_folder(model: str) -> Path:
+    """Where a model lies (see ``model.source.resolve``)."""
+    from splitlm.model.source import resolve
+
+    return resolve(model)

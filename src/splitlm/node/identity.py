@@ -1,0 +1,37 @@
+"""Who a node is to its neighbours: what the handshake compares."""
+
+from __future__ import annotations
+
+import os
+import socket
+
+import splitlm
+from splitlm.model.load import ModelFiles
+from splitlm.model.payload import dtype_name
+from splitlm.model.text import tokenizer_hash
+from splitlm.wire.frame import PROTOCOL
+from splitlm.wire.handshake import Claims
+
+
+def node_name(role: str) -> str:
+    """A name that people recognise: role, host and process."""
+    return f"{role} {socket.gethostname()}:{os.getpid()}"
+
+
+def stranger(name: str) -> Claims:
+    """The claims of a node that has no model yet (control plane)."""
+    return Claims(node=name, version=splitlm.__version__, protocol=PROTOCOL)
+
+
+def claims_for(name: str, files: ModelFiles, epoch: int) -> Claims:
+    """The claims of a node that has opened its model: hashes of config, weights and tokenizer (data plane)."""
+    return Claims(
+        node=name,
+        version=splitlm.__version__,
+        protocol=PROTOCOL,
+        model=files.index.config_hash(),
+        weights=files.index.fingerprint(),
+        tokenizer=tokenizer_hash(files.folder),
+        dtype=dtype_name(files.dtype),
+        epoch=epoch,
+    )
