@@ -1,0 +1,67 @@
+"""What all tests share: one thread, no network, real models where they are, and tiny ones everywhere."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+# Before torch is imported, and inherited by every process a test starts.
+for _name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
+    os.environ[_name] = "1"
+os.environ["OMP_WAIT_POLICY"] = "PASSIVE"
+os.environ["TOKENIZERS_PARALLELISM"] = "false"
+os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ["CUDA_VISIBLE_DEVICES"] = os.environ.get("SPLITLM_TEST_GPUS", "")
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+@pytest.fixture(scope="session")
+def root() -> Path:
+    """The repository."""
+    return ROOT
+
+
+def _shared(*parts: str) -> Path:
+    path = ROOT.parent.joinpath("shared", *parts)
+    if not path.exists():
+        pytest.skip(f"{Path('..', 'shared', *parts)} is absent")
+    return path
+
+
+@pytest.fixture(scope="session")
+def shared() -> Path:
+    """Folder of real models and data beside the repository; skips where it is absent."""
+    return _shared()
+
+
+@pytest.fixture(scope="session")
+def stories() -> Path:
+    """stories260K: a trained Llama of 260 thousand parameters."""
+    _shared("models", "stories260K", "model.safetensors")
+    return _shared("models", "stories260K")
+
+
+@pytest.fixture(scope="session")
+def tarot() -> Path:
+    """gpt2-tarot-929k: a trained GPT-2 of 929 thousand parameters."""
+    _shared("models", "gpt2-tarot-929k", "model.safetensors")
+    return _shared("models", "gpt2-tarot-929k")
+
+
+@pytest.fixture(scope="session")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """``tiny(family)``: the folder of a small model of that family (``tests.tiny.FAMILIES``), built once per run."""
+    from tests.tiny import build
+
+    built: dict[str, Path] = {}
+
+    def get(family: str) -> Path:
+        if family not in built:
+            built[family] = build(family, tmp_path_factory.mktemp(f"tiny-{family}"))
+        return built[family]
+
+    return get
