@@ -10,10 +10,10 @@ import asyncio
 import contextlib
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any
 
 from splitlm.core.errors import NetworkError, PeerLostError, ProtocolError
-from splitlm.wire.decoder import Decoder
+from splitlm.link.outbox import Outbox
+from splitlm.wire.decoder import READ_AHEAD, Decoder
 from splitlm.wire.frame import Buffer, Frame, Header, Refused, encode
 from splitlm.wire.handshake import Claims, Handshake, refusal
 from splitlm.wire.pool import BufferPool
@@ -21,8 +21,6 @@ from splitlm.wire.states import OPEN, Purpose, Role, Turns
 
 MAX_QUEUED = 64
 """Frames that wait to be received before reading pauses."""
-JOIN_BYTES = 64 * 1024
-"""Frames up to this size are copied into one write; larger ones are written part by part without a copy of ours."""
 FLUSH_S = 3.0
 """How long ``close`` waits until the bytes of earlier sends are with the kernel."""
 LINGER_S = 1.0
@@ -66,12 +64,12 @@ class StreamChannel(asyncio.BufferedProtocol):
         self._turns = handshake.turns if handshake else Turns(purpose, OPEN[purpose])
         self._on_settled = on_settled
         self._transport: asyncio.Transport | None = None
+        self._outbox: Outbox | None = None
         self._queue: deque[Frame] = deque()
         self._reader: asyncio.Future[None] | None = None
-        self._writers: deque[asyncio.Future[None]] = deque()
-        self._full = self._paused = self._deaf = False
+        self._paused = self._deaf = False
         self._timer: asyncio.TimerHandle | None = None
-        self._in = self._out = 0
+        self._in = 0
 
     @property
     def peer(self) -> str:
@@ -103,7 +101,7 @@ class StreamChannel(asyncio.BufferedProtocol):
     @property
     def bytes_out(self) -> int:
         """Bytes sent so far."""
-        return self._out
+        return self._outbox.bytes_out if self._outbox else 0
 
     @property
     def admitted(self) -> bool:
@@ -125,10 +123,17 @@ class StreamChannel(asyncio.BufferedProtocol):
             ProtocolError: the frame is over a limit, or out of turn.
         """
         parts = encode(header, tensors)
-        await self._writable()
+        outbox = self._outbox
+        if outbox is None:
+            raise ProtocolError("The channel is not connected", where=self._where)
+        await outbox.drained()
+        if self.error is not None:
+            raise self.error
         self._turns.step(self._role, header, self.peer)
-        self._write(parts)
-        await self._writable()
+        outbox.write(parts)
+        await outbox.drained()
+        if self.error is not None:
+            raise self.error
 
     async def receive(self) -> Frame:
         """The next frame; one task at a time may wait.
@@ -161,16 +166,16 @@ class StreamChannel(asyncio.BufferedProtocol):
 
         Takes at most ``FLUSH_S + LINGER_S`` when the peer does not react.
         """
-        if self._transport is None:
+        if self._transport is None or self._outbox is None:
             return
         self._stop_listening(PeerLostError("The link was closed by this side", where=self.peer))
         while self._queue:
             self._queue.popleft().release()
         try:
-            with contextlib.suppress(NetworkError, TimeoutError):
+            with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(FLUSH_S):
-                    await self._writable()
-            self._hang_up(LINGER_S)
+                    await self._outbox.drained()
+            self._hang_up()
             await asyncio.wait({self.lost})
         finally:
             self._transport.abort()
@@ -182,16 +187,15 @@ class StreamChannel(asyncio.BufferedProtocol):
         if not isinstance(transport, asyncio.Transport):
             raise TypeError("a stream transport is needed")
         self._transport = transport
-        # A send returns when the kernel has the bytes: some event loops keep a view of the caller's tensor until then.
-        transport.set_write_buffer_limits(high=0)
+        self._outbox = Outbox(transport)
         if self._handshake is None:
             self._settle()
         elif (hello := self._handshake.start()) is not None:
-            self._write(encode(hello))
+            self._outbox.write(encode(hello))
 
     def get_buffer(self, sizehint: int) -> memoryview:
         """Where the next bytes go."""
-        return memoryview(bytearray(JOIN_BYTES)) if self._deaf else self._decoder.get_buffer(sizehint)
+        return memoryview(bytearray(READ_AHEAD)) if self._deaf else self._decoder.get_buffer(sizehint)
 
     def buffer_updated(self, nbytes: int) -> None:
         """Bytes came."""
@@ -203,6 +207,7 @@ class StreamChannel(asyncio.BufferedProtocol):
     def eof_received(self) -> None:
         """The peer sends no more. The transport then closes, once what we have to say is with the kernel."""
         self._note_loss("went away")
+        self._hang_up()
 
     def connection_lost(self, exc: Exception | None) -> None:
         """The connection is gone."""
@@ -213,32 +218,34 @@ class StreamChannel(asyncio.BufferedProtocol):
         if not self._decoder.starved:
             self._decoder.close()
         self._pool.forget(self._wake)
-        self._release_writers()
+        if self._outbox is not None:
+            self._outbox.resume()
         if not self.lost.done():
             self.lost.set_result(None)
         self._settle()
 
     def pause_writing(self) -> None:
         """The kernel takes no more."""
-        self._full = True
+        if self._outbox is not None:
+            self._outbox.pause()
 
     def resume_writing(self) -> None:
         """The kernel took everything."""
-        self._full = False
-        self._release_writers()
+        if self._outbox is not None:
+            self._outbox.resume()
 
     # Inward.
 
     def refuse(self, error: NetworkError) -> None:
         """Give up on the peer: tell it why, and cut the connection soon."""
-        if self._transport is None or self.lost.done():
+        if self._outbox is None or self.lost.done():
             return
         if "Refused" in self._turns.allowed(self._role):
             header = Refused(". ".join(filter(None, (error.what, error.expected and f"Expected {error.expected}"))))
             self._turns.step(self._role, header)
-            self._write(encode(header))
+            self._outbox.write(encode(header))
         self._stop_listening(error)
-        self._hang_up(LINGER_S)
+        self._hang_up()
         self._settle()
 
     def _pump(self, *, bounded: bool = True) -> None:
@@ -270,21 +277,21 @@ class StreamChannel(asyncio.BufferedProtocol):
             raise
         if isinstance(frame.header, Refused):
             self._stop_listening(refusal(frame.header, self.peer))
-            self._hang_up(LINGER_S)
+            self._hang_up()
             return
         self._queue.append(frame)
         if self._reader is not None and not self._reader.done():
             self._reader.set_result(None)
 
     def _greet(self, frame: Frame) -> None:
-        if self._handshake is None:
+        if self._handshake is None or self._outbox is None:
             return
         reply = self._handshake.receive(frame.header)
         if reply is not None:
-            self._write(encode(reply))
+            self._outbox.write(encode(reply))
         if self._handshake.error is not None:
             self._stop_listening(self._handshake.error)
-            self._hang_up(LINGER_S)
+            self._hang_up()
             self._settle()
         elif self._handshake.done:
             self._claims = self._handshake.claims
@@ -336,50 +343,9 @@ class StreamChannel(asyncio.BufferedProtocol):
         if self._reader is not None and not self._reader.done():
             self._reader.set_result(None)
 
-    # Outward.
-
-    def _write(self, parts: list[Buffer]) -> None:
-        if self._transport is None or self._transport.is_closing():
-            return
-        size = sum(map(len, parts))
-        self._out += size
-        if size <= JOIN_BYTES:
-            self._transport.write(b"".join(parts))
-        else:
-            for part in parts:
-                self._transport.write(part)
-
-    async def _writable(self) -> None:
-        """Wait until the kernel has everything that was written.
-
-        Raises:
-            NetworkError: why the link is down.
-        """
-        while self._full and not self.lost.done():
-            turn = self._loop.create_future()
-            self._writers.append(turn)
-            try:
-                await turn
-            finally:
-                self._writers.remove(turn)
-        if self.error is not None:
-            raise self.error
-
-    def _release_writers(self) -> None:
-        for turn in self._writers:
-            if not turn.done():
-                turn.set_result(None)
-
-    def _hang_up(self, patience_s: float) -> None:
+    def _hang_up(self) -> None:
         """Say goodbye, and leave the peer some time to say it too: a reset could overtake what we sent last."""
-        if self._transport is None or self._timer is not None or self.lost.done():
+        if self._transport is None or self._outbox is None or self._timer is not None or self.lost.done():
             return
-        if self._transport.can_write_eof() and not self._transport.is_closing():
-            self._transport.write_eof()
-        self._timer = self._loop.call_later(patience_s, self._transport.abort)
-
-
-def describe(address: Any) -> str:
-    """``host:port`` of a socket address."""
-    host, port = str(address[0]), address[1]
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+        self._outbox.finish()
+        self._timer = self._loop.call_later(LINGER_S, self._transport.abort)

@@ -4,20 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import errno
 import logging
 import socket
 from functools import partial
 
 from splitlm.core.errors import (
-    AddressBusyError,
     NetworkError,
     PeerLostError,
     PeerMissingError,
     ProtocolError,
-    UsageError,
 )
-from splitlm.link.base import StreamChannel, describe
+from splitlm.link.address import describe, listen_error, resolve
+from splitlm.link.base import StreamChannel
 from splitlm.wire.handshake import Handshake, Identity
 from splitlm.wire.pool import BufferPool
 from splitlm.wire.states import Purpose
@@ -186,7 +184,7 @@ async def listen(
         AddressBusyError: the port is taken, or not allowed.
         NetworkError: the host is not an address of this machine.
     """
-    family, address = await _resolve(host, port, socket.AI_PASSIVE)
+    family, address = await resolve(host, port, socket.AI_PASSIVE)
     listener = TcpListener(identity, purpose, pool, expect_peer, handshake_s)
     sock = socket.socket(family, socket.SOCK_STREAM)
     try:
@@ -197,7 +195,7 @@ async def listen(
         await listener.start(sock)
     except OSError as error:
         sock.close()
-        raise _listen_error(error, host, port) from error
+        raise listen_error(error, host, port) from error
     return listener
 
 
@@ -229,7 +227,7 @@ async def connect(
         NetworkError: the host's name cannot be resolved.
         UsageError: a port out of range.
     """
-    family, address = await _resolve(host, port)
+    family, address = await resolve(host, port)
     where = describe((host, port))
     pause, last = RETRY_S[0], ""
     try:
@@ -284,47 +282,3 @@ def _tune(transport: asyncio.Transport) -> None:
     with contextlib.suppress(OSError):  # the peer may be gone already; the first read says so
         for level, option, value in options:
             sock.setsockopt(level, option, value)
-
-
-async def _resolve(host: str, port: int, flags: int = 0) -> tuple[int, tuple[str, int]]:
-    """Address family and address of a host; IPv4 first, so that ``localhost`` means the same on both sides."""
-    where = describe((host, port))
-    if not 0 <= port <= 65535:
-        raise UsageError(f"{port} is not a port", where=where, expected="a number from 0 to 65535")
-    loop = asyncio.get_running_loop()
-    try:
-        found = await loop.getaddrinfo(host or None, port, type=socket.SOCK_STREAM, flags=flags)
-    except (socket.gaierror, UnicodeError) as error:
-        raise NetworkError(
-            f"The host {host!r} cannot be resolved ({error})",
-            where=where,
-            expected="a name or address that this machine can find",
-            remedy="Check its spelling, /etc/hosts and the name server",
-        ) from error
-    found.sort(key=lambda info: info[0] != socket.AF_INET)
-    family, _, _, _, address = found[0]
-    return family, (str(address[0]), int(address[1]))
-
-
-def _listen_error(error: OSError, host: str, port: int) -> NetworkError:
-    where = describe((host, port))
-    match error.errno:
-        case errno.EADDRINUSE:
-            return AddressBusyError(
-                f"Port {port} is in use by another process",
-                where=where,
-                remedy="Choose another port, or stop the process that holds it",
-            )
-        case errno.EACCES | errno.EPERM:
-            return AddressBusyError(
-                f"Port {port} may not be opened by this user", where=where, remedy="Choose a port from 1024 up"
-            )
-        case errno.EADDRNOTAVAIL:
-            return NetworkError(
-                f"{host} is not an address of this machine",
-                where=where,
-                expected="one of its own addresses",
-                remedy="Use 0.0.0.0 to listen on all of them",
-            )
-        case _:
-            return NetworkError(f"This address cannot be listened on ({error.strerror or error})", where=where)

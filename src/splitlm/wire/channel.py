@@ -18,6 +18,11 @@ class Channel(Protocol):
         ...
 
     @property
+    def host(self) -> str:
+        """The peer's host as seen from here."""
+        ...
+
+    @property
     def claims(self) -> Claims:
         """What the peer said of itself in the handshake."""
         ...

@@ -43,14 +43,18 @@ MEANING: dict[State, str] = {
 OPEN: dict[Purpose, State] = {"data": "linked", "control": "talking"}
 """The state in which a finished handshake leaves a connection."""
 
+
+def _refusals(*states: State) -> dict[tuple[State, Role, type[Header]], State]:
+    """Either side may refuse at any time; a stream that is not understood is refused too."""
+    roles: tuple[Role, ...] = ("dialler", "listener")
+    return {(state, role, Refused): "refused" for state in states for role in roles}
+
+
 _HANDSHAKE: dict[tuple[State, Role, type[Header]], State] = {
     ("new", "dialler", Hello): "greeted",
-    ("new", "listener", Refused): "refused",
     ("greeted", "listener", Challenge): "challenged",
-    ("greeted", "listener", Refused): "refused",
     ("challenged", "dialler", Answer): "answered",
-    ("challenged", "dialler", Refused): "refused",
-    ("answered", "listener", Refused): "refused",
+    **_refusals("new", "greeted", "challenged", "answered"),
 }
 _DATA: dict[tuple[State, Role, type[Header]], State] = {
     ("answered", "listener", Welcome): "linked",
@@ -60,18 +64,13 @@ _DATA: dict[tuple[State, Role, type[Header]], State] = {
     ("sessions", "dialler", Hidden): "sessions",
     ("sessions", "dialler", Close): "sessions",
     ("tokens", "dialler", Token): "tokens",
-    **{
-        (state, role, Refused): "refused"
-        for state in ("linked", "sessions", "tokens")
-        for role in ("dialler", "listener")
-    },
+    **_refusals("linked", "sessions", "tokens"),
 }
 _CONTROL: dict[tuple[State, Role, type[Header]], State] = {
     ("answered", "listener", Welcome): "talking",
     ("talking", "dialler", Said): "talking",
     ("talking", "listener", Said): "talking",
-    ("talking", "dialler", Refused): "refused",
-    ("talking", "listener", Refused): "refused",
+    **_refusals("talking"),
 }
 TABLE: dict[Purpose, dict[tuple[State, Role, type[Header]], State]] = {
     "data": _HANDSHAKE | _DATA,
