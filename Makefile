@@ -11,7 +11,7 @@ PYTHON ?= python3
 ARGS ?=
 
 BIN := $(VENV)/bin
-PIP := $(BIN)/python -m pip --quiet --disable-pip-version-check
+PIP := $(BIN)/python -m pip -qq --disable-pip-version-check
 INSTALLED := $(VENV)/.splitlm-installed
 MODEL := $(VENV)/.splitlm-model
 

@@ -147,8 +147,12 @@ def test_every_field_of_a_record_is_written_somewhere(kind: type[msgspec.Struct]
     for path in files():
         if path.parent == PACKAGE / "telemetry":
             continue
+        calls = {f"record.{kind.__name__}", "replace", "msgspec.structs.replace", "structs.replace"}
         for node in ast.walk(tree(path)):
-            if isinstance(node, ast.Call) and ast.unparse(node.func).split(".")[-1] in {kind.__name__, "replace"}:
+            if isinstance(node, ast.ImportFrom) and node.module == "splitlm.telemetry.record":
+                calls |= {alias.asname or alias.name for alias in node.names if alias.name == kind.__name__}
+        for node in ast.walk(tree(path)):
+            if isinstance(node, ast.Call) and ast.unparse(node.func) in calls:
                 written_fields |= {keyword.arg for keyword in node.keywords if keyword.arg}
     assert set(kind.__struct_fields__) - written_fields == set()
 
