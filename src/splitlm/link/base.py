@@ -280,8 +280,7 @@ class StreamChannel(asyncio.BufferedProtocol):
             self._hang_up()
             return
         self._queue.append(frame)
-        if self._reader is not None and not self._reader.done():
-            self._reader.set_result(None)
+        self._wake_reader()
 
     def _greet(self, frame: Frame) -> None:
         if self._handshake is None or self._outbox is None:
@@ -311,6 +310,10 @@ class StreamChannel(asyncio.BufferedProtocol):
         with contextlib.suppress(RuntimeError):  # the loop is closed: nobody is left to wake
             self._loop.call_soon_threadsafe(self._resume)
 
+    def _wake_reader(self) -> None:
+        if self._reader is not None and not self._reader.done():
+            self._reader.set_result(None)
+
     def _resume(self) -> None:
         if self._paused or self._decoder.starved:
             self._pump()
@@ -325,13 +328,12 @@ class StreamChannel(asyncio.BufferedProtocol):
             self._transport.pause_reading()
 
     def _note_loss(self, how: str) -> None:
-        """Remember that the peer is gone, after the frames that it sent."""
+        """Remember that the peer is gone; a reader learns it after the frames that came before."""
         if self.error is None:
             part = self._decoder.partial_bytes
             middle = f" in the middle of a frame, after {part} bytes of it" if part else ""
             self.error = PeerLostError(f"The peer {how}{middle}", where=self.peer)
-        if self._reader is not None and not self._reader.done():
-            self._reader.set_result(None)
+        self._wake_reader()
 
     def _stop_listening(self, error: NetworkError) -> None:
         """Take no further bytes; ``error`` is what a reader gets after the frames that came before."""
@@ -340,8 +342,7 @@ class StreamChannel(asyncio.BufferedProtocol):
         self._deaf = True
         self._decoder.close()
         self._set_reading(True)
-        if self._reader is not None and not self._reader.done():
-            self._reader.set_result(None)
+        self._wake_reader()
 
     def _hang_up(self) -> None:
         """Say goodbye, and leave the peer some time to say it too: a reset could overtake what we sent last."""
