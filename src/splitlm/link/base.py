@@ -64,7 +64,7 @@ class StreamChannel(asyncio.BufferedProtocol):
         self._turns = handshake.turns if handshake else Turns(purpose, OPEN[purpose])
         self._on_settled = on_settled
         self._transport: asyncio.Transport | None = None
-        self._outbox: Outbox | None = None
+        self._outbox = Outbox()
         self._queue: deque[Frame] = deque()
         self._reader: asyncio.Future[None] | None = None
         self._paused = self._deaf = False
@@ -101,7 +101,7 @@ class StreamChannel(asyncio.BufferedProtocol):
     @property
     def bytes_out(self) -> int:
         """Bytes sent so far."""
-        return self._outbox.bytes_out if self._outbox else 0
+        return self._outbox.bytes_out
 
     @property
     def admitted(self) -> bool:
@@ -123,15 +123,12 @@ class StreamChannel(asyncio.BufferedProtocol):
             ProtocolError: the frame is over a limit, or out of turn.
         """
         parts = encode(header, tensors)
-        outbox = self._outbox
-        if outbox is None:
-            raise ProtocolError("The channel is not connected", where=self._where)
-        await outbox.drained()
+        await self._outbox.drained()
         if self.error is not None:
             raise self.error
         self._turns.step(self._role, header, self.peer)
-        outbox.write(parts)
-        await outbox.drained()
+        self._outbox.write(parts)
+        await self._outbox.drained()
         if self.error is not None:
             raise self.error
 
@@ -166,7 +163,7 @@ class StreamChannel(asyncio.BufferedProtocol):
 
         Takes at most ``FLUSH_S + LINGER_S`` when the peer does not react.
         """
-        if self._transport is None or self._outbox is None:
+        if self._transport is None:
             return
         self._stop_listening(PeerLostError("The link was closed by this side", where=self.peer))
         while self._queue:
@@ -187,7 +184,7 @@ class StreamChannel(asyncio.BufferedProtocol):
         if not isinstance(transport, asyncio.Transport):
             raise TypeError("a stream transport is needed")
         self._transport = transport
-        self._outbox = Outbox(transport)
+        self._outbox.attach(transport)
         if self._handshake is None:
             self._settle()
         elif (hello := self._handshake.start()) is not None:
@@ -218,27 +215,24 @@ class StreamChannel(asyncio.BufferedProtocol):
         if not self._decoder.starved:
             self._decoder.close()
         self._pool.forget(self._wake)
-        if self._outbox is not None:
-            self._outbox.resume()
+        self._outbox.resume()
         if not self.lost.done():
             self.lost.set_result(None)
         self._settle()
 
     def pause_writing(self) -> None:
         """The kernel takes no more."""
-        if self._outbox is not None:
-            self._outbox.pause()
+        self._outbox.pause()
 
     def resume_writing(self) -> None:
         """The kernel took everything."""
-        if self._outbox is not None:
-            self._outbox.resume()
+        self._outbox.resume()
 
     # Inward.
 
     def refuse(self, error: NetworkError) -> None:
         """Give up on the peer: tell it why, and cut the connection soon."""
-        if self._outbox is None or self.lost.done():
+        if self._transport is None or self.lost.done():
             return
         if "Refused" in self._turns.allowed(self._role):
             header = Refused(". ".join(filter(None, (error.what, error.expected and f"Expected {error.expected}"))))
@@ -283,7 +277,7 @@ class StreamChannel(asyncio.BufferedProtocol):
         self._wake_reader()
 
     def _greet(self, frame: Frame) -> None:
-        if self._handshake is None or self._outbox is None:
+        if self._handshake is None:
             return
         reply = self._handshake.receive(frame.header)
         if reply is not None:
@@ -346,7 +340,7 @@ class StreamChannel(asyncio.BufferedProtocol):
 
     def _hang_up(self) -> None:
         """Say goodbye, and leave the peer some time to say it too: a reset could overtake what we sent last."""
-        if self._transport is None or self._outbox is None or self._timer is not None or self.lost.done():
+        if self._transport is None or self._timer is not None or self.lost.done():
             return
         self._outbox.finish()
         self._timer = self._loop.call_later(LINGER_S, self._transport.abort)

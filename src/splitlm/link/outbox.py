@@ -13,20 +13,24 @@ JOIN_BYTES = 64 * 1024
 
 
 class Outbox:
-    """Writes to one asyncio transport."""
+    """Writes to one asyncio transport, once it is attached."""
 
-    def __init__(self, transport: asyncio.Transport) -> None:
+    def __init__(self) -> None:
         self.bytes_out = 0
-        self._transport = transport
+        self._transport: asyncio.Transport | None = None
         self._full = False
         self._waiting: deque[asyncio.Future[None]] = deque()
         self._loop = asyncio.get_running_loop()
+
+    def attach(self, transport: asyncio.Transport) -> None:
+        """Write to this transport from now on."""
+        self._transport = transport
         # A send returns when the kernel has the bytes: some event loops keep a view of the caller's tensor until then.
         transport.set_write_buffer_limits(high=0)
 
     def write(self, parts: Sequence[Buffer]) -> None:
         """Hand the parts of one frame to the transport, together."""
-        if self._transport.is_closing():
+        if self._transport is None or self._transport.is_closing():
             return
         size = sum(map(len, parts))
         self.bytes_out += size
@@ -59,5 +63,6 @@ class Outbox:
 
     def finish(self) -> None:
         """Say that nothing follows, after what was written."""
-        if self._transport.can_write_eof() and not self._transport.is_closing():
-            self._transport.write_eof()
+        transport = self._transport
+        if transport is not None and transport.can_write_eof() and not transport.is_closing():
+            transport.write_eof()
