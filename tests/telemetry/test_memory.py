@@ -27,6 +27,13 @@ def test_resident_memory_grows_when_pages_are_touched_and_the_peak_stays() -> No
     assert memory.peak_rss_bytes() >= held - 4 * MIB
 
 
+def test_the_peak_is_read_in_kib(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    status = tmp_path / "status"
+    status.write_text("Name:\tx\nVmPeak:\t  9999 kB\nVmHWM:\t    1000 kB\nVmRSS:\t     900 kB\n")
+    monkeypatch.setattr(memory, "STATUS", status)
+    assert memory.peak_rss_bytes() == 1000 * 1024
+
+
 @linux
 def test_both_ways_to_the_peak_agree() -> None:
     assert memory._rusage_peak() == pytest.approx(memory.peak_rss_bytes(), rel=0.25)

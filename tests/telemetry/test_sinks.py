@@ -86,7 +86,7 @@ def test_a_full_queue_drops_and_counts(tmp_path: Path) -> None:
 
 def test_an_older_trace_is_replaced(tmp_path: Path) -> None:
     path = tmp_path / "t.jsonl"
-    path.write_text("something older\n")
+    path.write_text("something older\n" * 1000)
     trace = Trace(path)
     trace.write(step())
     trace.close()

@@ -94,6 +94,9 @@ def test_a_stage_without_a_trace_gives_no_hop_across_it() -> None:
     hops = hop_times([s for s in ring() if s.node != 1])
     assert list(hops) == [(2, 0)]
     assert list(hop_times([s for s in ring() if s.node != 0])) == [(1, 2)]
+    lost = hop_times([s for s in ring() if (s.node, s.position) != (2, 5)])
+    assert list(lost) == [(0, 1), (1, 2), (2, 0)]
+    assert [len(times) for times in lost.values()] == [3, 2, 2]
 
 
 def test_a_private_ring_has_its_last_hop_to_the_head_and_none_within_it() -> None:

@@ -135,8 +135,6 @@ def lap_errors(steps: Iterable[Step]) -> dict[int, float]:
     sums: dict[tuple[int, int], dict[int, float]] = defaultdict(lambda: defaultdict(float))
     laps: dict[tuple[int, int], float] = {}
     for step in steps:
-        if step.prefill:
-            continue
         key = step.session, step.position
         sums[key][step.node] += step.recv_wait_ms + step.queue_ms + step.compute_ms + step.send_ms
         if step.tpot_ms:
