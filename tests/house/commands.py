@@ -9,34 +9,31 @@ from pathlib import Path
 from typing import Any
 
 
-def commands() -> dict[tuple[str, ...], Any]:
-    """Words after ``splitlm`` → the root command, for the root, every verb, and every sub-verb of a group."""
-    from splitlm.cli.main import app
+def root_command() -> Any:
+    """The command line's root; imports no more than ``--help`` does."""
     from typer.main import get_command
 
-    root = get_command(app)
-    return {words: root for words, _ in walk(root, ())}
+    from splitlm.cli.main import app
+
+    return get_command(app)
 
 
-def walk(command: Any, words: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], Any]]:
-    """A command and all below it."""
+def walk(command: Any, words: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
+    """Words after ``splitlm`` and the command they name: the root, every verb, and every sub-verb of a group."""
     yield words, command
     for verb, below in getattr(command, "commands", {}).items():
         yield from walk(below, (*words, verb))
 
 
-def verbs() -> dict[tuple[str, ...], tuple[set[str], bool]]:
+def verbs(root: Any) -> dict[tuple[str, ...], tuple[set[str], bool]]:
     """Words → (options it takes, whether it is a group of sub-verbs)."""
-    from splitlm.cli.main import app
-    from typer.main import get_command
-
     return {
         words: (
             {option for p in command.params for option in (*p.opts, *p.secondary_opts) if option.startswith("-")}
             | {"--help"},
             bool(getattr(command, "commands", {})),
         )
-        for words, command in walk(get_command(app), ())
+        for words, command in walk(root)
     }
 
 
