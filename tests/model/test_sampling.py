@@ -46,6 +46,7 @@ SETTINGS = [
     Sampling(temperature=0.8, top_k=500),
     Sampling(temperature=1.0, top_p=0.9),
     Sampling(temperature=1.0, top_p=0.01),
+    Sampling(temperature=1.0, top_p=1e-9),
     Sampling(temperature=1.5, min_p=0.1),
     Sampling(temperature=1.0, min_p=1.0),
     Sampling(temperature=1.0, repetition_penalty=1.7),
@@ -69,6 +70,20 @@ def test_tokens_equal_to_the_kth_stay_as_in_transformers() -> None:
     sampling = Sampling(temperature=1.0, top_k=2)
     assert torch.equal(dense(Sampler(sampling), logits) > 0, theirs(sampling, [0], logits) > 0)
     assert (dense(Sampler(sampling), logits) > 0).tolist() == [True, True, True, True, False]
+
+
+@pytest.mark.parametrize("temperature", [0.5, 3.0, 100.0])  # a nucleus of a few tokens, of some hundred, of most
+def test_top_p_of_a_large_vocabulary_is_that_of_transformers(temperature: float) -> None:
+    logits, sampling = logits_of(0, vocab=4000), Sampling(temperature=temperature, top_p=0.9)
+    ours, expected = dense(Sampler(sampling), logits), theirs(sampling, [0], logits)
+    assert torch.equal(ours > 0, expected > 0)
+    torch.testing.assert_close(ours, expected, rtol=1e-4, atol=1e-7)
+
+
+def test_top_p_that_is_met_exactly_keeps_no_token_more() -> None:
+    sampling = Sampling(temperature=1.0, top_p=0.75)
+    kept = dense(Sampler(sampling), torch.zeros(4)) > 0
+    assert kept.sum() == (theirs(sampling, [0], torch.zeros(4)) > 0).sum() == 3
 
 
 def test_generated_tokens_join_the_penalised_history() -> None:
@@ -165,6 +180,11 @@ def test_a_banned_token_is_never_drawn() -> None:
     logits = torch.tensor([0.0, -math.inf, 0.0, -math.inf])
     sampler = Sampler(Sampling(temperature=100.0, seed=0))
     assert {sampler.next(logits) for _ in range(200)} == {0, 2}
+
+
+def test_the_lowest_random_number_skips_a_banned_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "rand", lambda *_, **__: torch.zeros(1, dtype=torch.float64))
+    assert Sampler(Sampling(temperature=1.0)).next(torch.tensor([-math.inf, -math.inf, 0.0, 0.0])) == 2
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])

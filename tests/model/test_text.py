@@ -248,6 +248,17 @@ def test_special_tokens_give_no_text(llama: TextCodec) -> None:
     assert stream(llama, [1, 403, 2, 407, 0]) == ["", "Once", "", " upon", "", ""]
 
 
+def test_a_decoder_that_strips_many_spaces_still_streams_exactly(stories: Path, tmp_path: Path) -> None:
+    directory = copy(stories, tmp_path / "m")
+    tokenizer = json.loads((directory / "tokenizer.json").read_text())
+    tokenizer["decoder"]["decoders"][-1]["start"] = 9
+    (directory / "tokenizer.json").write_text(json.dumps(tokenizer))
+    codec = TextCodec(directory)
+    for spaces in (3, 8, 9, 10, 20, 40):
+        ids = [410] * spaces + [403] * 30
+        assert "".join(stream(codec, ids)) == codec.decode(ids)
+
+
 def test_with_its_prompt_a_word_keeps_its_space(llama: TextCodec) -> None:
     prompt = llama.encode("Once upon")
     assert "".join(stream(llama, [261, 265])) == "a the"

@@ -17,6 +17,7 @@ from splitlm.core.errors import ModelError
 from splitlm.core.sampling import Sampling
 
 _COLDEST = torch.finfo(torch.float32).tiny  # below this a division by the temperature is one by zero
+_NUCLEUS = 1024  # tokens that top-p looks at before it sorts all
 
 
 class Sampler:
@@ -76,7 +77,8 @@ class Sampler:
         ids, scores = self._top_k(scores)
         # Softmax does not see the shift, and without it a very low temperature would overflow.
         scores = (scores - scores.max()) / max(self.sampling.temperature, _COLDEST)
-        return ids, self._min_p(self._top_p(torch.softmax(scores, dim=-1)))
+        ids, probabilities = self._top_p(ids, torch.softmax(scores, dim=-1))
+        return ids, self._min_p(probabilities)
 
     def _penalised(self, logits: Tensor) -> Tensor:
         if self.sampling.repetition_penalty == 1.0 or not len(self._seen_ids):
@@ -109,14 +111,19 @@ class Sampler:
         ids = torch.nonzero(scores >= least).squeeze(1)  # tokens equal to the k-th stay, as in transformers
         return ids, scores[ids]
 
-    def _top_p(self, probabilities: Tensor) -> Tensor:
-        if self.sampling.top_p >= 1.0:
-            return probabilities
-        ascending, order = torch.sort(probabilities)
-        out = ascending.cumsum(dim=-1) <= 1 - self.sampling.top_p
-        out[-1] = False
-        kept = probabilities.masked_fill(torch.zeros_like(out).scatter(0, order, out), 0.0)
-        return kept / kept.sum()
+    def _top_p(self, ids: Tensor, probabilities: Tensor) -> tuple[Tensor, Tensor]:
+        """Keeps a token when those before it, in falling order, have less than p together; so always the first."""
+        p, count = self.sampling.top_p, len(probabilities)
+        if p >= 1.0:
+            return ids, probabilities
+        # Sorting a whole vocabulary takes milliseconds, and the nucleus is nearly always small.
+        for size in (min(_NUCLEUS, count), count):
+            falling, order = torch.topk(probabilities, size)
+            kept = falling.cumsum(dim=-1, dtype=torch.float64) - falling < p
+            if not kept[-1]:
+                break
+        falling = falling[kept]
+        return ids[order[kept]], falling / falling.sum()
 
     def _min_p(self, probabilities: Tensor) -> Tensor:
         if self.sampling.min_p <= 0.0:

