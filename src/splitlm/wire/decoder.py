@@ -175,7 +175,7 @@ class Decoder:
         self._filled = self._crc = 0
         return Frame(
             header,
-            [] if lease is None else _split(lease.view, header),
+            _split(memoryview(b"") if lease is None else lease.view, header),
             PREFIX.size + head_bytes + size,
             None if lease is None else lease.release,
             time.monotonic_ns(),
