@@ -2,4 +2,22 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from splitlm.core.sampling import Sampling
+    from splitlm.local import Generation, Ring
+
 __version__ = "0.1.0"
+__all__ = ["Generation", "Ring", "Sampling", "__version__"]
+
+_WHERE = {"Ring": "splitlm.local", "Generation": "splitlm.local", "Sampling": "splitlm.core.sampling"}
+
+
+def __getattr__(name: str) -> Any:
+    """Import public names when they are first used (PEP 562), so that ``import splitlm`` stays light."""
+    if name not in _WHERE:
+        raise AttributeError(f"module 'splitlm' has no attribute {name!r}")
+    import importlib
+
+    return getattr(importlib.import_module(_WHERE[name]), name)

@@ -8,11 +8,12 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 
 import torch
 
 from splitlm.core.errors import ProtocolError, SplitlmError
+from splitlm.core.groups import first_error
 from splitlm.infer.meter import Meter
 from splitlm.infer.relay import Relay, Step
 from splitlm.infer.request import Request, TokenOut
@@ -76,7 +77,7 @@ class Head:
                     group.create_task(self._send(self._outbound))
                     group.create_task(self._receive(self._inbound))
         except* SplitlmError as errors:
-            first = next(e for e in _leaves(errors) if isinstance(e, SplitlmError))
+            first = first_error(errors)
             self.fail(first)
             raise first from None
 
@@ -163,7 +164,7 @@ class Head:
                     step,
                     arrived_ns=arrived,
                     sent_ns=step.end_ns,
-                    prefill=self._prefilling(step.session),
+                    prefill=step.prefill,
                     bytes_in=size,
                     bytes_out=0,
                     segment=self._last_segment,
@@ -192,10 +193,6 @@ class Head:
             session.pending = lap
         await self._take(step, lap)
         return True
-
-    def _prefilling(self, number: int) -> bool:
-        session = self._sessions.get(number)
-        return session is None or not session.tokens
 
     def _input(self, session: Session) -> Frame:
         """The next rows of a session: a chunk of its prompt, or its newest token."""
@@ -292,11 +289,3 @@ class Head:
             session.arrived_ns, session.bytes_in = when_ns, size
             self._schedule.ready(session.number, prefill=False)
             self._work_there.set()
-
-
-def _leaves(group: BaseExceptionGroup[BaseException]) -> Iterator[BaseException]:
-    for error in group.exceptions:
-        if isinstance(error, BaseExceptionGroup):
-            yield from _leaves(error)
-        else:
-            yield error

@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 import msgspec
 
 from splitlm.infer.relay import Step
-from splitlm.telemetry.memory import rss_bytes
+from splitlm.telemetry.memory import peak_rss_bytes, rss_bytes
+from splitlm.telemetry.record import Final
 from splitlm.telemetry.record import Step as StepRecord
 from splitlm.telemetry.sinks import Sink
 
@@ -100,3 +101,19 @@ class Meter:
         if tpot_ms is not None or ttft_ms is not None:
             record = msgspec.structs.replace(record, tpot_ms=tpot_ms, ttft_ms=ttft_ms)
         self.sink.write(record)
+
+    def final(self, import_rss_mb: float) -> Final:
+        """The last line of a trace."""
+        sums = self.totals
+        return Final(
+            node=self.node,
+            tokens=sums.rows,
+            peak_rss_mb=peak_rss_bytes() / MIB,
+            import_rss_mb=import_rss_mb,
+            compute_ms=sums.compute_ms,
+            recv_wait_ms=sums.recv_wait_ms,
+            queue_ms=sums.queue_ms,
+            send_ms=sums.send_ms,
+            bytes_in=sums.bytes_in,
+            bytes_out=sums.bytes_out,
+        )

@@ -28,6 +28,7 @@ class Step:
         position: of its first row.
         rows: how many rows were computed; 0 for frames that only open or close a session.
         kv_bytes: of the session on this stage afterwards.
+        prefill: whether the rows belong to the prompt.
         logits: ``[vocab]`` where the session asked for them and this stage sampled.
     """
 
@@ -39,6 +40,7 @@ class Step:
     position: int = 0
     rows: int = 0
     kv_bytes: int = 0
+    prefill: bool = False
     logits: torch.Tensor | None = None
 
 
@@ -55,12 +57,13 @@ class Relay:
         self.epoch = epoch
         self._opened: dict[int, Open] = {}
         self._samplers: dict[int, Sampler] = {}
+        self._decoding: set[int] = set()
 
     def handle(self, frame: Frame) -> Step:
         """Take one frame. Runs on the compute thread; the frame may be released afterwards.
 
         Raises:
-            ProtocolError: a frame that has no place here: of another epoch, for a session that is not open, of wrong shape.
+            ProtocolError: a frame that has no place here: of another epoch, for a session not open, of wrong shape.
         """
         match frame.header:
             case Hidden() as hidden:
@@ -92,6 +95,7 @@ class Relay:
         self.stage.close(session)
         self._opened.pop(session, None)
         self._samplers.pop(session, None)
+        self._decoding.discard(session)
         onward = None if self.stage.segment.head else Close(session=session)
         return Step(onward, (), now, time.monotonic_ns(), session)
 
@@ -112,6 +116,7 @@ class Relay:
                 expected=f"at most {opened.context}, its context",
             )
         samples = self.stage.segment.head and header.sample
+        prefill = session not in self._decoding
         start = time.monotonic_ns()
         out = self.stage.forward(session, inputs, header.position, logits=samples)
         rows = inputs.shape[1]
@@ -134,9 +139,11 @@ class Relay:
             onward = Hidden(
                 session=session, epoch=self.epoch, position=header.position, sample=header.sample, tensors=(spec,)
             )
+        if header.sample:
+            self._decoding.add(session)
         end = time.monotonic_ns()
         kv = self.stage.kv_bytes(session)
-        return Step(onward, tensors, start, end, session, header.position, rows, kv, logits)
+        return Step(onward, tensors, start, end, session, header.position, rows, kv, prefill, logits)
 
 
 def _tensor(frame: Frame) -> torch.Tensor:

@@ -1,7 +1,7 @@
 """Which session takes the next step on the head: first come, first served, so that nobody starves.
 
-A session is ready when its next input is known: a prompt's next chunk, or the token that came home. Long prompts give way
-after every chunk. While the way out is backed up, only decode steps (one row) go; chunks wait.
+A session is ready when its next input is known: a prompt's next chunk, or the token that came home. Long prompts give
+way after every chunk. While the way out is backed up, only decode steps (one row) go; chunks wait.
 """
 
 from __future__ import annotations

@@ -94,6 +94,12 @@ class StreamChannel(asyncio.BufferedProtocol):
         return str(name[0]) if name else "memory"
 
     @property
+    def local_host(self) -> str:
+        """This side's address on the connection; ``memory`` when there is no network between."""
+        name = self._transport.get_extra_info("sockname") if self._transport else None
+        return str(name[0]) if name else "memory"
+
+    @property
     def bytes_in(self) -> int:
         """Bytes received so far."""
         return self._in

@@ -1,8 +1,8 @@
 """Keys and values of one session: one layout for every engine, rows in token order.
 
-A block's keys are stored as ``[rows, kv_heads, head_dim]`` (values alike) in a buffer that grows by steps, so that a decode
-step appends one row instead of copying the whole cache. Rows of consecutive tokens are contiguous bytes. A sliding-window
-block keeps the last ``window − 1`` rows; how many tokens it has seen is a number of its own.
+A block's keys are stored as ``[rows, kv_heads, head_dim]`` (values alike) in a buffer that grows by steps, so that a
+decode step appends one row instead of copying the whole cache. Rows of consecutive tokens are contiguous bytes. A
+sliding-window block keeps the last ``window − 1`` rows; how many tokens it has seen is a number of its own.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class BlockKV(CacheLayerMixin):  # type: ignore[misc]
         return self._rows * (self._k[0].nbytes + self._v[0].nbytes)
 
     def update(self, key: torch.Tensor, value: torch.Tensor, *_: Any, **__: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        """Append ``[1, kv_heads, n, head_dim]`` keys and values; return those that the new rows may see, same layout."""
+        """Append ``[1, kv_heads, n, head_dim]`` keys and values; return those the new rows may see, same layout."""
         n = key.shape[2]
         k, v = self._room(n, key, value)
         end = self._start + self._rows
@@ -116,7 +116,7 @@ class SessionCache(Cache):  # type: ignore[misc]
         return sum(layer.nbytes for layer in self.by_block.values())
 
     def update(
-        self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
+        self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *_: Any, **__: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """See ``BlockKV.update``; ``layer_idx`` is the block's index in the whole model."""
         return self.by_block[layer_idx].update(key_states, value_states)

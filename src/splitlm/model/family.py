@@ -1,7 +1,7 @@
 """What differs per architecture, as data: where a causal language model keeps its parts.
 
-The modules themselves are the ones of transformers; nothing here computes. To add a family, add a row (and a tiny model of
-it to the parity tests).
+The modules themselves are the ones of transformers; nothing here computes. To add a family, add a row (and a tiny model
+of it to the parity tests).
 """
 
 from __future__ import annotations

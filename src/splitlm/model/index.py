@@ -109,7 +109,7 @@ class CheckpointIndex:
         self.reads.append(key)
         tensor = torch.empty(entry.shape, dtype=entry.dtype)
         if tensor.numel():
-            read_into(entry.path, entry.begin, memoryview(tensor.view(-1).view(torch.uint8).numpy()).cast("B"))
+            read_into(entry.path, entry.begin, tensor.view(-1).view(torch.uint8).numpy().data)
         return tensor if dtype is None or dtype == entry.dtype else tensor.to(dtype)
 
     def fingerprint(self) -> str:

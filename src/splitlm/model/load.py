@@ -7,6 +7,7 @@ everything and then drops the rest: slower and larger, but independent, so that 
 from __future__ import annotations
 
 import copy
+import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -31,11 +32,10 @@ class _NoPositions(nn.Module):
 
     def __init__(self, dtype: torch.dtype) -> None:
         super().__init__()
-        self.register_buffer("zero", torch.zeros((), dtype=dtype), persistent=False)
+        self._zero = torch.zeros((), dtype=dtype)
 
     def forward(self, _: torch.Tensor) -> torch.Tensor:
-        zero: torch.Tensor = self.zero
-        return zero
+        return self._zero
 
 
 @dataclass
@@ -92,6 +92,15 @@ class ModelFiles:
         # Some published checkpoints keep the base model's keys without its prefix (GPT-2's does).
         self._strip = "" if any(key.startswith(plain) for key in self.index.entries) else plain
 
+    @property
+    def head_cost(self) -> float:
+        """What the head reads per token, in blocks of this model (weights read are what decoding costs)."""
+        prefix = self.key(self.family.block_prefix(0))
+        entries = self.index.entries
+        block = sum(e.end - e.begin for key, e in entries.items() if key.startswith(prefix))
+        head = entries.get(self.key(self.family.head_key))
+        return (head.end - head.begin) / block if head is not None and block else 0.0
+
     def _dtype(self, name: str) -> torch.dtype:
         stored = {entry.dtype for entry in self.index.entries.values() if entry.dtype.is_floating_point}
         if name == "auto":
@@ -103,8 +112,8 @@ class ModelFiles:
                     expected="one element type",
                     remedy="Choose one with --dtype",
                 )
-            chosen = told or (next(iter(stored)) if len(stored) == 1 else None)
-            if chosen not in DTYPES.values():
+            chosen: torch.dtype | None = told or (next(iter(stored)) if len(stored) == 1 else None)
+            if chosen is None or chosen not in DTYPES.values():
                 raise CheckpointError(
                     f"The checkpoint's element types are {sorted(map(str, stored))}",
                     where=str(self.folder),
@@ -159,7 +168,7 @@ class ModelFiles:
         config._attn_implementation = skeleton.config._attn_implementation
         base = getattr(skeleton, self.family.base)
         names = list(getattr(type(base), "_no_split_modules", None) or ())
-        module = __import__(type(base).__module__, fromlist=names)
+        module = sys.modules[type(base).__module__]
         block: Any = next((getattr(module, name) for name in names if hasattr(module, name)), None)
         if block is None:
             raise UnknownFamilyError(f"{type(base).__name__} does not name its block class", where=str(self.folder))

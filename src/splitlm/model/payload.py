@@ -16,9 +16,7 @@ _NAMES: dict[torch.dtype, DType] = {dtype: cast(DType, name) for name, dtype in 
 def dump(tensor: torch.Tensor) -> tuple[Spec, memoryview]:
     """The spec and the bytes of a tensor; the view shares memory with it when it is contiguous and on the CPU."""
     flat = tensor.detach().to("cpu").contiguous()
-    return Spec(_NAMES[tensor.dtype], tuple(tensor.shape)), memoryview(flat.view(-1).view(torch.uint8).numpy()).cast(
-        "B"
-    )
+    return Spec(_NAMES[tensor.dtype], tuple(tensor.shape)), flat.view(-1).view(torch.uint8).numpy().data
 
 
 def load(spec: Spec, data: memoryview) -> torch.Tensor:

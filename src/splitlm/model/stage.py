@@ -50,7 +50,7 @@ class Stage:
         """One step of one session; see ``Engine.run`` for shapes.
 
         Raises:
-            ProtocolError: no such session, a position that does not follow its KV, or inputs of the wrong shape or type.
+            ProtocolError: no such session, a position that does not follow its KV, or inputs of a wrong shape or type.
         """
         cache = self._sessions.get(session)
         if cache is None:

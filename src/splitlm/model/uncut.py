@@ -1,14 +1,13 @@
 """The whole model in one process: the reference of every parity test, and what a ring is compared with.
 
-With ``loader="hf"`` nothing of ours but the loop takes part: transformers loads, computes and caches. With ``shard`` the
-same loop runs our own loader, stage and cache over all blocks.
+With ``loader="hf"`` nothing of ours but the loop takes part: transformers loads, computes and caches. With ``shard``
+the same loop runs our own loader, stage and cache over all blocks.
 """
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
-import transformers
 
-import splitlm
 from splitlm.core.cut import Cut
 from splitlm.infer.relay import Relay
 from splitlm.model.compute.paced import PacedEngine
 from splitlm.model.load import Loader, ModelFiles
 from splitlm.model.stage import Stage, build_stages, resident_bytes
+from splitlm.telemetry.folder import versions
 from splitlm.telemetry.memory import peak_rss_bytes
 from splitlm.telemetry.record import StageMeta
 
@@ -77,13 +75,7 @@ def build_node(files: ModelFiles, cut: Cut, node: int, name: str, settings: Buil
         assign_ms=timings["assign"],
         read_kind="pread" if settings.loader == "shard" else "mmap set-up",
         import_rss_mb=before / MIB,
-        versions={"splitlm": splitlm.__version__, "torch": torch.__version__, "transformers": transformers.__version__},
+        versions=versions(),
     )
     return Built(stages, [Relay(stage, cut.epoch) for stage in stages], meta)
 
-
-def model_folder(model: str) -> Path:
-    """Where a model lies (see ``model.source.resolve``)."""
-    from splitlm.model.source import resolve
-
-    return resolve(model)

@@ -24,7 +24,7 @@ class Engine(Protocol):
             logits: whether the last row's logits are wanted (segments with the head).
 
         Returns:
-            Hidden states ``[1, n, hidden]``; on a segment with the head the last row's logits ``[vocab]``, or None where
-            they are not wanted.
+            Hidden states ``[1, n, hidden]``; on a segment with the head the last row's logits ``[vocab]``, or None
+            where they are not wanted.
         """
         ...
