@@ -237,3 +237,28 @@ def test_prometheus_text_leaves_out_what_is_not_known() -> None:
     text = prometheus_text(summarize([]))
     assert "splitlm_tokens_total 0" in text
     assert "ttft" not in text and "hop" not in text and "None" not in text
+
+
+def test_a_disk_that_hangs_holds_up_neither_write_nor_close(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sinks, "PERIOD_S", 0.001)
+    monkeypatch.setattr(sinks, "CLOSE_S", 0.01)
+    stuck, go_on = threading.Event(), threading.Event()
+
+    def hang(self: Trace, data: bytes) -> None:
+        stuck.set()
+        go_on.wait(30)
+
+    monkeypatch.setattr(Trace, "_append", hang)
+    trace = Trace(tmp_path / "t.jsonl", limit=100)
+    trace.write(step())
+    assert stuck.wait(10)
+    for _ in range(150):
+        trace.write(step())
+    assert trace.dropped == 50
+    trace.close()
+    assert trace._thread.is_alive()
+    assert trace.dropped == 150
+    go_on.set()
+    trace._thread.join(10)
+    assert not trace._thread.is_alive()
+    assert trace.dropped == 150

@@ -108,7 +108,8 @@ class Trace:
         self._closing.set()
         self._thread.join(CLOSE_S + PERIOD_S)
         if self._thread.is_alive():  # stuck inside one call of the operating system
-            self._lose(len(self._queue), "the disk does not answer")
+            queue, self._queue = self._queue, deque()
+            self._lose(len(queue), "the disk does not answer")
 
     def _run(self) -> None:
         while not self._closing.wait(PERIOD_S):
@@ -120,7 +121,8 @@ class Trace:
             if time.monotonic() > self._deadline:
                 self._lose(len(self._queue), "the disk is too slow")
                 return
-            batch = [self._queue.popleft() for _ in range(min(len(self._queue), BATCH_RECORDS))]
+            queue = self._queue
+            batch = [queue.popleft() for _ in range(min(len(queue), BATCH_RECORDS))]
             lines = self._encode(batch)
             try:
                 self._append(b"".join(lines))
