@@ -95,6 +95,8 @@ def test_who_decides_imports_no_torch() -> None:
     import grimp
 
     graph = grimp.build_graph("splitlm", include_external_packages=True, cache_dir=None)
+    for face in graph.find_modules_directly_imported_by("splitlm"):
+        graph.remove_import(importer="splitlm", imported=face)  # lazy: see test_importing_the_package
     known = graph.modules
     chains = [
         " -> ".join(chain)
@@ -159,9 +161,10 @@ for words, _ in list(walk(root)):
 @pytest.mark.skipif(not (PACKAGE / "cli" / "main.py").exists(), reason="splitlm.cli.main is not built yet")
 def test_importing_the_package_imports_nothing_heavy() -> None:
     """Rule 3: ``import splitlm`` exports lazily."""
-    code = "import sys, splitlm; print(sorted({'torch', 'transformers', 'asyncio', 'typer'} & sys.modules.keys()))"
+    code = "import sys, splitlm; print(*sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
-    assert done.stdout.strip() == "[]"
+    loaded = done.stdout.split()
+    assert [m for m in loaded if m in {"torch", "transformers", "asyncio", "typer"} or m.startswith("splitlm.")] == []
 
 
 def test_the_scan_sees_the_source() -> None:
