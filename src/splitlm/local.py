@@ -34,7 +34,8 @@ from splitlm.model.load import Loader, ModelFiles
 from splitlm.model.source import resolve
 from splitlm.model.text import StopMatcher, StreamDecoder, TextCodec
 from splitlm.node.processes import StageProcess
-from splitlm.node.ring import RingHost, RingSettings, StageReport
+from splitlm.node.ring import RingHost
+from splitlm.node.settings import RingSettings, StageReport
 
 T = TypeVar("T")
 

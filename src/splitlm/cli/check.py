@@ -1,6 +1,10 @@
 """x"""
+
 import typer
+
 app = typer.Typer()
+
+
 @app.callback()
 def x() -> None:
     """x"""

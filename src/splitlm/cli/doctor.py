@@ -1,4 +1,5 @@
 """x"""
 
+
 def doctor() -> None:
     """x"""

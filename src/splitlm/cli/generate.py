@@ -18,13 +18,17 @@ from splitlm.core.sampling import Sampling
 def generate(
     context: typer.Context,
     model: o.Model,
-    prompt: Annotated[list[str] | None, typer.Option(help="Text to go on from; several run at once. - reads stdin.")] = None,
+    prompt: Annotated[
+        list[str] | None, typer.Option(help="Text to go on from; several run at once. - reads stdin.")
+    ] = None,
     chat: Annotated[bool, typer.Option("--chat", help="Put the prompt through the model's chat template.")] = False,
     stages: o.Stages = None,
     cuts: o.Cuts = "",
     private: o.Private = False,
     tail_blocks: o.TailBlocks = 0,
-    listen: Annotated[str, typer.Option(metavar="HOST:PORT", help="Wait here for machines that join, instead of starting stages.")] = "",
+    listen: Annotated[
+        str, typer.Option(metavar="HOST:PORT", help="Wait here for machines that join, instead of starting stages.")
+    ] = "",
     max_new_tokens: Annotated[int, typer.Option("--max-new-tokens", "-n", help="End after so many tokens.")] = 128,
     temperature: Annotated[float, typer.Option(help="0 is greedy, the only reproducible mode.")] = 0.0,
     top_k: Annotated[int, typer.Option(help="Keep the k most probable tokens; 0 keeps all.")] = 0,
@@ -73,13 +77,27 @@ def generate(
     texts = [sys.stdin.read() if text == "-" else text for text in prompt or [_no_prompt()]]
     folder = run_dir("generate", trace_dir, no_trace, run_label, {"model": model, **settings})
     options = {"max_new_tokens": max_new_tokens, "sampling": sampling, "stop": stop or [], "ignore_eos": ignore_eos}
-    run_ring(voice, model, texts, {**settings, "token": o.read_token(token_file), "trace_dir": folder}, options, as_json, chat)
+    run_ring(
+        voice,
+        model,
+        texts,
+        {**settings, "token": o.read_token(token_file), "trace_dir": folder},
+        options,
+        as_json,
+        chat,
+    )
     if folder is not None:
         voice.say(f"trace in {folder}")
 
 
 def run_ring(
-    voice: Console, model: str, texts: list[str], settings: dict[str, Any], options: dict[str, Any], as_json: bool, chat: bool = False
+    voice: Console,
+    model: str,
+    texts: list[str],
+    settings: dict[str, Any],
+    options: dict[str, Any],
+    as_json: bool,
+    chat: bool = False,
 ) -> None:
     """Open a ring, generate from every text at once, close it."""
     from concurrent.futures import ThreadPoolExecutor
@@ -87,7 +105,9 @@ def run_ring(
     from splitlm.local import Generation, Ring
 
     with Ring(model, say=voice.say, **settings) as ring:
-        prompts = [ring.codec.encode_chat([{"role": "user", "content": t}]) if chat else ring.codec.encode(t) for t in texts]
+        prompts = [
+            ring.codec.encode_chat([{"role": "user", "content": t}]) if chat else ring.codec.encode(t) for t in texts
+        ]
         live = len(texts) == 1 and not as_json
 
         def one(ids: list[int]) -> Generation:

@@ -30,7 +30,7 @@ app.add_typer(bench.app, name="bench")
 app.command("doctor")(doctor.doctor)
 
 # typer raises its command parser's errors, but exports only the leaf of their tree.
-ArgumentsError = next(c for c in typer.BadParameter.__mro__ if c.__name__ == "ClickException")
+ArgumentsError: type[Exception] = next(c for c in typer.BadParameter.__mro__ if c.__name__ == "ClickException")
 
 
 def _version(asked: bool) -> None:
@@ -60,7 +60,7 @@ def main() -> None:
 
     0 done · 1 a check failed · 2 usage or configuration · 3 a peer or the network · 4 a model or data file · 130 Ctrl-C.
     """
-    # Spinning OpenMP threads would take the core that the next stage computes on. torch reads this when it is imported.
+    # Spinning OpenMP threads would take the core that the next stage computes on. torch reads this on import.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
     signal.signal(signal.SIGTERM, _terminated)
@@ -83,11 +83,11 @@ def main() -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         code = 141
     except ArgumentsError as error:
-        error.show()
+        error.show()  # type: ignore[attr-defined]
         code = 2
     sys.exit(code)
 
 
-def _terminated(number: int, frame: FrameType | None) -> None:
+def _terminated(_: int, __: FrameType | None) -> None:
     """SIGTERM ends like Ctrl-C: in order, with every process and port freed."""
     raise KeyboardInterrupt

@@ -24,7 +24,9 @@ Threads = Annotated[int, typer.Option(help="Threads per stage; 0 shares this mac
 PrefillChunk = Annotated[int, typer.Option(help="Prompt tokens per prefill step.")]
 Deadline = Annotated[float, typer.Option(help="Seconds to wait for stages and neighbours.")]
 TokenFile = Annotated[Path | None, typer.Option(help="File with the join secret (or set SPLITLM_TOKEN).")]
-TraceDir = Annotated[Path | None, typer.Option(help="Folder for the run's trace and logs [default: runs/<time>-<verb>].")]
+TraceDir = Annotated[
+    Path | None, typer.Option(help="Folder for the run's trace and logs [default: runs/<time>-<verb>].")
+]
 NoTrace = Annotated[bool, typer.Option("--no-trace", help="Write no trace.")]
 RunLabel = Annotated[str, typer.Option(help="A word for the run's folder name.")]
 

@@ -17,7 +17,9 @@ Address = Annotated[str, typer.Option(metavar="HOST:PORT")]
 
 def stage(
     context: typer.Context,
-    model: Annotated[str, typer.Argument(help="The model on this machine, where its name differs from the head's.")] = "",
+    model: Annotated[
+        str, typer.Argument(help="The model on this machine, where its name differs from the head's.")
+    ] = "",
     join: Annotated[str, typer.Option(metavar="HOST:PORT", help="The head's address (generate --listen).")] = "",
     listen: Annotated[
         str, typer.Option(metavar="HOST:PORT", help="Where the previous stage reaches this one [default: any port].")
@@ -28,7 +30,9 @@ def stage(
     layer_end: Annotated[int | None, typer.Option(help="Fixed place: one past the last block; -1 for the end.")] = None,
     recv: Annotated[str, typer.Option(metavar="HOST:PORT", help="Fixed place: listen here for the stage before.")] = "",
     send: Annotated[str, typer.Option(metavar="HOST:PORT", help="Fixed place: the next stage's address.")] = "",
-    ctrl: Annotated[str, typer.Option(metavar="HOST:PORT", help="Fixed place: the first stage's control address.")] = "",
+    ctrl: Annotated[
+        str, typer.Option(metavar="HOST:PORT", help="Fixed place: the first stage's control address.")
+    ] = "",
     prompt: Annotated[str | None, typer.Option(help="First stage or --role full: what to generate from.")] = None,
     max_new_tokens: Annotated[int, typer.Option(help="First stage or --role full: tokens to generate.")] = 128,
     private: o.Private = False,
@@ -47,7 +51,9 @@ def stage(
     voice = console(context)
     fixed = layer_begin is not None or layer_end is not None
     if role not in ("", "full"):
-        raise UsageError(f"The role {role!r} is unknown", where="--role", expected="full, or the bounds --layer-begin, --layer-end")
+        raise UsageError(
+            f"The role {role!r} is unknown", where="--role", expected="full, or the bounds --layer-begin, --layer-end"
+        )
     first = role == "full" or (fixed and layer_begin in (-1, 0))
     if first:
         from splitlm.cli.generate import run_first
@@ -62,7 +68,9 @@ def stage(
             prompt=prompt,
             max_new_tokens=max_new_tokens,
             layer_end=None if role == "full" else layer_end,
-            addresses=None if role == "full" else tuple(o.address(a, n) for a, n in ((ctrl, "--ctrl"), (recv, "--recv"), (send, "--send"))),
+            addresses=None
+            if role == "full"
+            else tuple(o.address(a, n) for a, n in ((ctrl, "--ctrl"), (recv, "--recv"), (send, "--send"))),
             private=private,
             family=family,
             loader=o.choice(loader, ("shard", "hf"), "--loader"),
@@ -82,8 +90,24 @@ def stage(
             expected="--layer-begin, --layer-end, --recv, --send and --ctrl together, without --join",
         )
     if not fixed and not join:
-        raise UsageError("There is no head to join", where="--join", expected="HOST:PORT, as generate --listen prints it")
-    _serve(voice, model, join, listen, advertise, (layer_begin, layer_end), recv, send, ctrl, threads, deadline, token_file, _folder(trace_dir, no_trace, run_label))
+        raise UsageError(
+            "There is no head to join", where="--join", expected="HOST:PORT, as generate --listen prints it"
+        )
+    _serve(
+        voice,
+        model,
+        join,
+        listen,
+        advertise,
+        (layer_begin, layer_end),
+        recv,
+        send,
+        ctrl,
+        threads,
+        deadline,
+        token_file,
+        _folder(trace_dir, no_trace, run_label),
+    )
 
 
 def _folder(trace_dir: Path | None, no_trace: bool, label: str) -> Path | None:

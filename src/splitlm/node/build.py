@@ -78,4 +78,3 @@ def build_node(files: ModelFiles, cut: Cut, node: int, name: str, settings: Buil
         versions=versions(),
     )
     return Built(stages, [Relay(stage, cut.epoch) for stage in stages], meta)
-

@@ -1,0 +1,80 @@
+"""What a ring is asked to be, and what it reports when it is done."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from splitlm.core.cut import Cut, balanced_boundaries, make_cut
+from splitlm.model.load import Loader, ModelFiles
+
+
+@dataclass(frozen=True)
+class RingSettings:
+    """What a ring is to be.
+
+    Attributes:
+        model: hub id, directory or well-known name; ``folder`` is where it lies here.
+        stages: number of nodes, the head included; ignored where ``cuts`` are given.
+        cuts: block boundaries, None for balanced ones.
+        private: final norm and head on the head's node too, with ``tail_blocks`` final blocks.
+        static: the stages' places come from their own flags; the head holds blocks ``[0, static)``.
+        listen: address of the control port; port 0 takes a free one.
+        data: address for the last node's link; an empty host is that of ``listen``.
+        send: address of node 1, where places are static.
+        deadline_s: how long to wait for stages, and stages for each other.
+        trace_dir: where records go; None turns them off.
+    """
+
+    model: str
+    folder: Path
+    stages: int = 1
+    cuts: tuple[int, ...] | None = None
+    private: bool = False
+    tail_blocks: int = 0
+    static: int | None = None
+    family: str = ""
+    loader: Loader = "shard"
+    dtype: str = "auto"
+    compute: str = "exact"
+    threads: int = 0
+    pace_ms: float = 0.0
+    prefill_chunk: int = 128
+    token: str = ""
+    listen: tuple[str, int] = ("127.0.0.1", 0)
+    data: tuple[str, int] = ("", 0)
+    send: tuple[str, int] = ("", 0)
+    deadline_s: float = 60.0
+    trace_dir: Path | None = None
+
+
+@dataclass
+class StageReport:
+    """What one node of a finished ring held and did (decode steps only)."""
+
+    node: int
+    segments: str
+    resident_bytes: int
+    peak_rss_bytes: int
+    import_rss_bytes: int
+    compute_ms: float
+    wait_ms: float
+    send_ms: float
+
+
+def choose_cut(files: ModelFiles, settings: RingSettings) -> Cut:
+    """The cut that the settings ask for.
+
+    Raises:
+        CutError: it does not fit the model.
+    """
+    if settings.cuts is not None:
+        return make_cut(files.blocks, settings.cuts, private=settings.private, tail_blocks=settings.tail_blocks)
+    edges = balanced_boundaries(
+        files.blocks,
+        settings.stages,
+        head_cost=files.head_cost,
+        private=settings.private,
+        tail_blocks=settings.tail_blocks,
+    )
+    return make_cut(files.blocks, edges, private=settings.private, tail_blocks=settings.tail_blocks)
