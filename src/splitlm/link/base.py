@@ -148,10 +148,9 @@ class StreamChannel(asyncio.BufferedProtocol):
         """
         if self._reader is not None:
             raise RuntimeError("another task is already waiting for a frame of this channel")
-        while not self._queue:
+        if not self._queue:
             self._resume()
-            if self._queue:
-                break
+        while not self._queue:
             if self.error is not None:
                 raise self.error
             self._reader = self._loop.create_future()
@@ -160,7 +159,7 @@ class StreamChannel(asyncio.BufferedProtocol):
             finally:
                 self._reader = None
         frame = self._queue.popleft()
-        if self._paused and len(self._queue) <= MAX_QUEUED // 2:
+        if len(self._queue) <= MAX_QUEUED // 2:
             self._resume()
         return frame
 
@@ -181,6 +180,11 @@ class StreamChannel(asyncio.BufferedProtocol):
             self._hang_up()
             await asyncio.wait({self.lost})
         finally:
+            self._transport.abort()
+
+    def cut(self) -> None:
+        """End the stream at once, with no last words; ``close`` then returns soon."""
+        if self._transport is not None:
             self._transport.abort()
 
     # What the event loop calls.
@@ -222,8 +226,7 @@ class StreamChannel(asyncio.BufferedProtocol):
             self._decoder.close()
         self._pool.forget(self._wake)
         self._outbox.resume()
-        if not self.lost.done():
-            self.lost.set_result(None)
+        self.lost.set_result(None)
         self._settle()
 
     def pause_writing(self) -> None:
@@ -268,7 +271,7 @@ class StreamChannel(asyncio.BufferedProtocol):
 
     def _dispatch(self, frame: Frame) -> None:
         if self._handshake is not None and self._claims is None:
-            self._greet(frame)
+            self._greet(self._handshake, frame)
             return
         try:
             self._turns.step(self._peer_role, frame.header, self.peer)
@@ -282,18 +285,16 @@ class StreamChannel(asyncio.BufferedProtocol):
         self._queue.append(frame)
         self._wake_reader()
 
-    def _greet(self, frame: Frame) -> None:
-        if self._handshake is None:
-            return
-        reply = self._handshake.receive(frame.header)
+    def _greet(self, handshake: Handshake, frame: Frame) -> None:
+        reply = handshake.receive(frame.header)
         if reply is not None:
             self._outbox.write(encode(reply))
-        if self._handshake.error is not None:
-            self._stop_listening(self._handshake.error)
+        if handshake.error is not None:
+            self._stop_listening(handshake.error)
             self._hang_up()
             self._settle()
-        elif self._handshake.done:
-            self._claims = self._handshake.claims
+        elif handshake.done:
+            self._claims = handshake.claims
             self._decoder.where = self.peer
             self._decoder.admit()
             self._settle()
@@ -322,10 +323,7 @@ class StreamChannel(asyncio.BufferedProtocol):
         if self._transport is None or self._transport.is_closing() or on != self._paused:
             return
         self._paused = not on
-        if on:
-            self._transport.resume_reading()
-        else:
-            self._transport.pause_reading()
+        (self._transport.resume_reading if on else self._transport.pause_reading)()
 
     def _note_loss(self, how: str) -> None:
         """Remember that the peer is gone; a reader learns it after the frames that came before."""

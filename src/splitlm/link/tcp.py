@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import os
 import socket
 from functools import partial
 
@@ -100,10 +101,11 @@ class TcpListener:
         self._closed = True
         self._server.close()
         dropped = list(self._unfinished)
+        for channel in dropped:
+            channel.cut()
         while not self._ready.empty():
-            channel = self._ready.get_nowait()
-            if channel is not None:
-                dropped.append(channel)
+            if (waiting := self._ready.get_nowait()) is not None:
+                dropped.append(waiting)
         self._ready.put_nowait(None)
         await asyncio.gather(*(channel.close() for channel in dropped))
 
@@ -238,7 +240,7 @@ async def connect(
                 except PeerLostError as error:
                     last = error.what
                 except OSError as error:
-                    last = error.strerror or str(error)
+                    last = os.strerror(error.errno) if error.errno else str(error)
                 await asyncio.sleep(pause)
                 pause = min(2 * pause, RETRY_S[1])
     except TimeoutError:
