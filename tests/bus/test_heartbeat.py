@@ -17,6 +17,7 @@ from splitlm.wire.frame import PROTOCOL, Said
 from splitlm.wire.handshake import Claims, Identity
 
 BEAT, SILENCE = 0.02, 0.4
+NESTED = b'{"kind":"ping","x":' + b"[" * 4000 + b"]" * 4000 + b"}"
 
 
 def note(number: int) -> Trouble:
@@ -98,7 +99,7 @@ def test_a_spoke_notices_a_silent_hub() -> None:
     asyncio.run(main())
 
 
-@pytest.mark.parametrize("data", [b"", b"{}", b'{"kind":"reboot"}', b'{"kind":"trouble","code":"x"}', b"\xff"])
+@pytest.mark.parametrize("data", [b"", b"{}", b'{"kind":"reboot"}', b'{"kind":"trouble","code":"x"}', b"\xff", NESTED])
 def test_what_is_not_a_message_ends_the_peer_and_no_other(data: bytes) -> None:
     async def story(hub: StarHub, channel: Channel) -> None:
         await channel.send(Said(data))

@@ -197,6 +197,7 @@ def test_a_header_of_garbage_with_true_checksums_is_a_protocol_error(head: bytes
         (build(CLOSE, size=256 * 1024 * 1024 + 1), "268435457 payload bytes.*at most 268435456"),
         (build(b"\x92\x63\x01"), "header could not be read"),
         (build(b""), "header could not be read"),
+        (build(b"\x94\x13\x01\x90" + b"\x91" * 4000 + b"\x90"), "header could not be read"),
     ],
 )
 def test_each_violation_names_peer_what_came_and_what_was_expected(data: bytes, words: str) -> None:

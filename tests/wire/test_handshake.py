@@ -211,7 +211,7 @@ def test_nonces_have_one_length(nonce: bytes) -> None:
     assert error(b)
 
 
-@pytest.mark.parametrize("claims", [b"", b"[]", b'{"node": 5}', b"\xff"])
+@pytest.mark.parametrize("claims", [b"", b"[]", b'{"node": 5}', b"\xff", b'{"x":' + b"[" * 4000])
 def test_claims_that_cannot_be_read_are_a_protocol_error(claims: bytes) -> None:
     class Careless(Handshake):
         def _proof(self, step: str, data: bytes) -> bytes:

@@ -88,7 +88,14 @@ class Line:
             raise ProtocolError(
                 f"A {type(header).__name__} frame came on the control plane", where=self.channel.peer, expected="Said"
             )
-        return messages.decode(header.message, self.channel.peer)
+        try:
+            return messages.decode(header.message, self.channel.peer)
+        except RecursionError as error:
+            raise ProtocolError(
+                "A control message could not be read: it is nested too deeply",
+                where=self.channel.peer,
+                expected="a message of the same splitlm version",
+            ) from error
 
     async def _beat(self) -> None:
         try:

@@ -259,7 +259,7 @@ def decode_header(data: Buffer, where: str = "") -> AnyHeader:
     """
     try:
         return _decoder.decode(data)
-    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise ProtocolError(
             f"A frame's header could not be read: {error}",
             where=where,

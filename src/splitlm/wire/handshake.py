@@ -191,7 +191,7 @@ class Handshake:
         """Read and compare the claims of a peer that proved that it knows the token."""
         try:
             claims = msgspec.json.decode(data, type=Claims)
-        except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
             raise ProtocolError(
                 f"A peer's claims could not be read: {error}", where=self._where, expected="claims of the same version"
             ) from error
