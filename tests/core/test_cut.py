@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from splitlm.core.cut import Cut, Segment, all_boundaries, balanced_boundaries, make_cut
+from splitlm.core.cut import Cut, Move, Segment, all_boundaries, balanced_boundaries, diff, make_cut, shift
 from splitlm.core.errors import CutError
 
 
@@ -185,3 +185,88 @@ def test_fewer_than_one_stage_is_refused(stages: int) -> None:
 def test_all_boundaries_counts() -> None:
     assert all_boundaries(4, 3) == [(1, 2), (1, 3), (2, 3)]
     assert all_boundaries(4, 1) == [()]
+
+
+# Moves between cuts
+
+PLAIN = make_cut(12, (4, 8))
+PRIVATE = make_cut(12, (4, 8), private=True, tail_blocks=2)
+
+
+@pytest.mark.parametrize(
+    ("boundary", "k", "edges", "moves"),
+    [
+        (1, 1, (5, 8), [(4, 1, 0)]),
+        (1, -1, (3, 8), [(3, 0, 1)]),
+        (2, 2, (4, 10), [(8, 2, 1), (9, 2, 1)]),
+        (2, -3, (4, 5), [(5, 1, 2), (6, 1, 2), (7, 1, 2)]),
+        (1, 3, (7, 8), [(4, 1, 0), (5, 1, 0), (6, 1, 0)]),
+        (1, -3, (1, 8), [(1, 0, 1), (2, 0, 1), (3, 0, 1)]),
+    ],
+)
+def test_a_shift_pulls_blocks_back_or_pushes_them_forward(
+    boundary: int, k: int, edges: tuple[int, ...], moves: list[tuple[int, int, int]]
+) -> None:
+    new = shift(PLAIN, boundary, k)
+    assert (new.boundaries, new.epoch, new.nodes) == (edges, 1, PLAIN.nodes)
+    assert diff(PLAIN, new) == tuple(Move(*move) for move in moves)
+    assert shift(new, boundary, -k) == msgspec.structs.replace(PLAIN, epoch=2)
+    assert diff(PLAIN, PLAIN) == ()
+
+
+@pytest.mark.parametrize(
+    ("cut", "boundary", "k", "says"),
+    [
+        (PLAIN, 0, 1, r"--shift-boundary: Boundary 0 .*1 to 2"),
+        (PLAIN, 3, 1, r"--shift-boundary: Boundary 3 .*1 to 2"),
+        (PLAIN, 1, 0, r"--shift-k: .*moves nothing"),
+        (PLAIN, 1, 4, r"--shift-k: .*Expected -3 to 3"),
+        (PLAIN, 1, -4, r"--shift-k: .*Expected -3 to 3"),
+        (PLAIN, 2, 4, r"--shift-k: .*Expected -3 to 3"),
+        (PRIVATE, 3, -1, r"--shift-boundary: Boundary 3"),
+        (PRIVATE, 2, 2, r"--shift-k: .*Expected -3 to 1"),
+        (PRIVATE, 1, -5, r"--shift-k: .*Expected -4 to 3"),
+        (make_cut(5, ()), 1, 1, "at least two stages"),
+    ],
+)
+def test_a_shift_that_no_cut_allows_is_refused(cut: Cut, boundary: int, k: int, says: str) -> None:
+    with pytest.raises(CutError, match=says):
+        shift(cut, boundary, k)
+
+
+def test_the_head_of_a_private_ring_may_give_all_its_blocks_away_and_take_them_back() -> None:
+    empty = shift(PRIVATE, 1, -4)
+    assert [part.count for part in empty.segments] == [0, 8, 2, 2]
+    assert diff(PRIVATE, empty) == tuple(Move(block, 0, 1) for block in range(4))
+    assert shift(empty, 1, 4).segments == PRIVATE.segments
+
+
+def test_what_is_no_step_from_one_cut_to_another_is_refused() -> None:
+    for new, says in [
+        (make_cut(12, (4,)), "same model and the same nodes"),
+        (make_cut(13, (4, 8)), "same model and the same nodes"),
+        (make_cut(12, (9, 10)), "Block 8 would move from node 2 to node 0"),
+    ]:
+        with pytest.raises(CutError, match=says):
+            diff(PLAIN, new)
+    with pytest.raises(CutError, match="final blocks of a private cut stay"):
+        diff(PRIVATE, make_cut(12, (4, 8), private=True, tail_blocks=1))
+    hollow = Cut(4, (Segment(0, 0, embed=True), Segment(0, 4, head=True)), (0, 1))
+    with pytest.raises(CutError, match="Stage 0 would be left without a block"):
+        diff(make_cut(4, (2,)), hollow)
+
+
+@given(st.data())
+def test_any_shift_moves_just_its_blocks_between_two_neighbours(data: st.DataObject) -> None:
+    edges = data.draw(st.sets(st.integers(1, 19), min_size=1, max_size=4))
+    cut = make_cut(20, sorted(edges))
+    boundary, k = data.draw(st.integers(1, len(edges))), data.draw(st.integers(-20, 20))
+    try:
+        new = shift(cut, boundary, k)
+    except CutError:
+        return
+    moves = diff(cut, new)
+    ends = {(boundary, boundary - 1) if k > 0 else (boundary - 1, boundary)}
+    assert {(m.source, m.target) for m in moves} == ends and len(moves) == abs(k)
+    assert all(part.count >= 1 for part in new.segments)
+    assert [m.block for m in diff(new, cut)] == [m.block for m in moves]

@@ -195,3 +195,92 @@ def balanced_boundaries(
 def all_boundaries(blocks: int, stages: int) -> list[tuple[int, ...]]:
     """Every way to cut ``blocks`` blocks into ``stages`` stages of at least one block (for exhaustive tests)."""
     return list(combinations(range(1, blocks), stages - 1))
+
+
+class Move(msgspec.Struct, frozen=True):
+    """One block that changes its node."""
+
+    block: int
+    source: int
+    target: int
+
+
+def diff(old: Cut, new: Cut) -> tuple[Move, ...]:
+    """The blocks that move between two cuts of one model, in the order of the blocks; epochs are not compared.
+
+    Raises:
+        CutError: other nodes or another model, a block that would skip a node, the tail of a private cut moved, or a
+            stage left without a block.
+    """
+    if (old.blocks, old.nodes) != (new.blocks, new.nodes):
+        raise CutError(
+            f"A cut of {new.blocks} blocks over nodes {new.nodes} cannot follow one of {old.blocks} over {old.nodes}",
+            expected="the same model and the same nodes: only boundaries move",
+        )
+    if old.private and old.boundaries[-1] != new.boundaries[-1]:
+        raise CutError("The final blocks of a private cut stay with the head", expected=f"{old.boundaries[-1]}")
+    _check_nonempty(new)
+    moves = []
+    for block, (source, target) in enumerate(zip(_owners(old), _owners(new), strict=True)):
+        if abs(source - target) > 1:
+            raise CutError(
+                f"Block {block} would move from node {source} to node {target}",
+                expected="moves between neighbours",
+                remedy="Move it in several steps",
+            )
+        if source != target:
+            moves.append(Move(block, source, target))
+    return tuple(moves)
+
+
+def shift(cut: Cut, boundary: int, k: int) -> Cut:
+    """The cut after one boundary moved by k blocks, with the next epoch.
+
+    Args:
+        cut: the one that serves.
+        boundary: s from 1 to stages − 1, the one between stages s−1 and s; the ends of the model are fixed.
+        k: above 0, stage s−1 pulls k blocks back from stage s; below 0, it pushes −k blocks forward to it.
+
+    Raises:
+        CutError: no such boundary, nothing to move, or a stage left without a block.
+    """
+    if not 1 <= boundary < cut.stages:
+        raise CutError(
+            f"Boundary {boundary} cannot move in a cut of {cut.stages} stages",
+            where="--shift-boundary",
+            expected=f"1 to {cut.stages - 1}: the ends of the model are fixed"
+            if cut.stages > 1
+            else "at least two stages",
+        )
+    if k == 0:
+        raise CutError("A shift by 0 blocks moves nothing", where="--shift-k", expected="a number other than 0")
+    edges = [0, *cut.boundaries, cut.blocks]
+    edges[boundary] += k
+    low, high = edges[boundary - 1] + _least(cut, boundary - 1), edges[boundary + 1] - _least(cut, boundary)
+    if not low <= edges[boundary] <= high:
+        now = edges[boundary] - k
+        raise CutError(
+            f"Boundary {boundary} at block {now} cannot move by {k}",
+            where="--shift-k",
+            expected=f"{low - now} to {high - now}, so that every stage keeps a block",
+        )
+    segments = tuple(
+        msgspec.structs.replace(part, begin=begin, end=end)
+        for part, (begin, end) in zip(cut.segments, pairwise(edges), strict=True)
+    )
+    return msgspec.structs.replace(cut, segments=segments, epoch=cut.epoch + 1)
+
+
+def _owners(cut: Cut) -> list[int]:
+    return [node for part, node in zip(cut.segments, cut.nodes, strict=True) for _ in part.blocks]
+
+
+def _least(cut: Cut, segment: int) -> int:
+    """Fewest blocks a segment may hold: those on the node of a private cut's head may hold none."""
+    return 0 if cut.private and cut.nodes[segment] == 0 else 1
+
+
+def _check_nonempty(cut: Cut) -> None:
+    for i, part in enumerate(cut.segments):
+        if part.count < _least(cut, i):
+            raise CutError(f"Stage {cut.nodes[i]} would be left without a block", expected="at least one for each")

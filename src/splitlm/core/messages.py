@@ -108,7 +108,94 @@ class Ping(Message, frozen=True):
     """Either way, when nothing else was said: I am alive."""
 
 
-Any = Join | Assign | Loaded | Connect | Ready | Trouble | Stop | Report | Ping
+class Announce(Message, frozen=True):
+    """Head to all: at a coming boundary this cut is to be proposed; build blocks and send KV while tokens flow."""
+
+    cut: Cut
+
+
+class Staged(Message, frozen=True):
+    """Stage to head: what can be brought in the background for this epoch is here. A reason says that it failed."""
+
+    epoch: int
+    reason: str = ""
+
+
+class Prepare(Message, frozen=True):
+    """Head to all, first phase of a barrier: make ready for this, and say whether you can.
+
+    Attributes:
+        seq: number of the barrier; every barrier has a higher one.
+        epoch: the one that would serve after COMMIT; today's when nothing moves.
+        decision: ``noop``, ``forced-shift`` or ``auto``.
+        cut: the one proposed; None when nothing moves.
+    """
+
+    seq: int
+    epoch: int
+    decision: str
+    cut: Cut | None = None
+
+
+class Prepared(Message, frozen=True):
+    """Stage to head (the barrier's READY): all that the new cut needs is here; from now on only you decide."""
+
+    seq: int
+
+
+class Nack(Message, frozen=True):
+    """Stage to head, instead of Prepared: I cannot, and this is why."""
+
+    seq: int
+    reason: str
+
+
+class Commit(Message, frozen=True):
+    """Head to all, second phase: every stage is prepared; apply."""
+
+    seq: int
+    epoch: int
+
+
+class Done(Message, frozen=True):
+    """Stage to head: applied."""
+
+    seq: int
+
+
+class Abort(Message, frozen=True):
+    """Head to all, instead of Commit: drop what you prepared; the old cut serves on."""
+
+    seq: int
+    reason: str
+
+
+class Finish(Message, frozen=True):
+    """Head to all, after every Done: donors may drop what they kept for this barrier."""
+
+    seq: int
+
+
+Any = (
+    Join
+    | Assign
+    | Loaded
+    | Connect
+    | Ready
+    | Trouble
+    | Stop
+    | Report
+    | Ping
+    | Announce
+    | Staged
+    | Prepare
+    | Prepared
+    | Nack
+    | Commit
+    | Done
+    | Abort
+    | Finish
+)
 
 
 def encode(message: Message) -> bytes:
