@@ -270,6 +270,7 @@ def test_small_frames_are_not_delayed_and_a_vanished_machine_is_probed_for() -> 
         other = await listener.accept()
         for each in (channel, other):
             assert each._transport is not None
+            assert each._transport.get_write_buffer_limits() == (0, 0)
             sock = each._transport.get_extra_info("socket")
             assert sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
             assert sock.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)

@@ -184,6 +184,12 @@ def test_what_is_altered_on_the_way_is_refused(meddle: Meddle, token: str) -> No
         assert side.claims is None or side.claims.node != "evil"
 
 
+def test_a_link_cannot_be_led_to_a_port_of_another_purpose() -> None:
+    d, b, _ = meet(identity(), identity(), purposes=("control", "data"), meddle=changed(Hello, purpose="data"))
+    for side in (d, b):
+        assert "altered on its way" in str(error(side))
+
+
 def test_a_proof_cannot_be_turned_round_replayed_or_used_for_another_purpose() -> None:
     _, _, heard = meet(identity(), identity())
     proofs = [h.proof for h in heard[1:]]  # type: ignore[union-attr]

@@ -120,10 +120,9 @@ class Handshake:
             return self._take(header)
         except NetworkError as error:
             self.error = error
-            refusal = Refused(". ".join(filter(None, (error.what, error.remedy))))
-            if isinstance(header, Refused) or "Refused" not in self.turns.allowed(self.role):
+            if isinstance(header, Refused):
                 return None
-            return self._say(refusal)
+            return self._say(Refused(". ".join(filter(None, (error.what, error.remedy)))))
 
     def _say(self, header: Header) -> Header:
         self.turns.step(self.role, header, self._where)
