@@ -1,10 +1,165 @@
-"""x"""
+"""``splitlm check``: questions about a ring that are answered by exit code 0 or 1."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-app = typer.Typer()
+from splitlm.cli import options as o
+from splitlm.cli.console import Console, console
+from splitlm.cli.tables import table
+from splitlm.core.errors import CheckFailedError
+
+if TYPE_CHECKING:
+    from splitlm.check.equivalence import Equivalence, Outcome
+
+app = typer.Typer(no_args_is_help=True)
 
 
 @app.callback()
-def x() -> None:
-    """x"""
+def check() -> None:
+    """Check that a ring computes what the uncut model computes."""
+
+
+@app.command()
+def equivalence(
+    context: typer.Context,
+    model: o.Model,
+    prompt: Annotated[
+        list[str] | None, typer.Option(help="A text; may be given several times [default: a short and a long one].")
+    ] = None,
+    stages: o.Stages = None,
+    cuts: o.Cuts = "",
+    private: o.Private = False,
+    tail_blocks: o.TailBlocks = 0,
+    max_new_tokens: Annotated[int, typer.Option("--max-new-tokens", "-n", help="Tokens of each prompt.")] = 32,
+    sessions: Annotated[int, typer.Option(help="So many prompts in the ring at once.")] = 1,
+    baseline: Annotated[str, typer.Option(help="What the ring is compared with: reference, the uncut model.")] = (
+        "reference"
+    ),
+    ref_loader: Annotated[str, typer.Option(help="Loader of the reference: hf or shard.")] = "hf",
+    golden: Annotated[
+        Path | None, typer.Option(help="File with the text to be generated; without --prompt from BOS alone.")
+    ] = None,
+    family: o.FamilyName = "",
+    loader: o.LoaderName = "shard",
+    dtype: o.DTypeName = "auto",
+    threads: Annotated[int, typer.Option(help="Threads per stage, and of the reference.")] = 1,
+    prefill_chunk: o.PrefillChunk = 128,
+    deadline: o.Deadline = 60.0,
+    trace_dir: o.TraceDir = None,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
+) -> None:
+    """Compare ids and logits of a ring of processes with MODEL uncut, token by token."""
+    voice = console(context)
+    o.choice(baseline, ("reference",), "--baseline")
+    boundaries = o.cut_list(cuts)
+    loaders = ("shard", "hf")
+    settings: dict[str, Any] = {
+        "stages": stages or (2 if boundaries is None else len(boundaries) + 1),
+        "cuts": boundaries,
+        "private": private,
+        "tail_blocks": tail_blocks,
+        "family": family,
+        "loader": o.choice(loader, loaders, "--loader"),
+        "dtype": dtype,
+        "deadline_s": deadline,
+        "trace_dir": trace_dir,
+    }
+    reference = o.choice(ref_loader, loaders, "--ref-loader")
+
+    from splitlm.check import equivalence as checks
+
+    result = checks.equivalence(
+        model,
+        prompt or (),
+        max_new_tokens=max_new_tokens,
+        sessions=sessions,
+        reference="hf" if reference == "hf" else "shard",
+        threads=o.ring_threads(threads, settings["stages"]),
+        prefill_chunk=prefill_chunk,
+        golden=golden,
+        say=voice.say,
+        **settings,
+    )
+    if as_json:
+        voice.json(_json(result))
+    else:
+        _show(voice, result)
+    if not result.ok:
+        bad = [outcome for outcome in result.outcomes if not outcome.ok]
+        raise CheckFailedError(
+            "; ".join(f"{outcome.case.name}: {outcome.failure}" for outcome in bad),
+            where=f"{len(bad)} of {len(result.outcomes)} prompts differ from the uncut model",
+            expected=result.rule,
+        )
+
+
+def _show(voice: Console, result: Equivalence) -> None:
+    columns = ["prompt", "tokens", "steps", "ids equal", "max |Δlogit|", "bit-equal", "least margin"]
+    golden = any(outcome.golden is not None for outcome in result.outcomes)
+    rows = []
+    for outcome in result.outcomes:
+        seen = outcome.comparison
+        row = [
+            outcome.case.name,
+            str(len(outcome.case.prompt)),
+            str(len(seen.steps)),
+            f"{seen.matches}/{len(seen.steps)}",
+            f"{seen.delta:.2g}",
+            _yes(seen.bit_equal),
+            f"{seen.margin:.3g}",
+        ]
+        rows.append([*row, _yes(outcome.golden)] if golden else row)
+    voice.out("cut: " + " → ".join(result.cut))
+    table(voice, [*columns, "golden text"] if golden else columns, rows)
+    voice.out(f"rule ({result.dtype}): {result.rule}")
+    for line in _excuses(result):
+        voice.out(line)
+    if result.ok:
+        equal = all(outcome.comparison.bit_equal for outcome in result.outcomes)
+        voice.out("The ring equals the uncut model" + (", bit for bit." if equal else " under this rule."))
+
+
+def _yes(value: bool | None) -> str:
+    return {True: "yes", False: "no", None: "–"}[value]
+
+
+def _excuses(result: Equivalence) -> list[str]:
+    """Differing ids that the margin rule lets pass are never silent."""
+    return [
+        f"EXCUSED {outcome.case.name}, index {step.index}: the ring chose {step.token}, the reference {step.reference}; "
+        f"its top-2 margin {step.margin:.2g} is below 2·|Δ| = {2 * step.delta:.2g}"
+        for outcome in result.outcomes
+        for step in outcome.comparison.excused
+    ]
+
+
+def _json(result: Equivalence) -> dict[str, Any]:
+    return {
+        "ok": result.ok,
+        "cut": result.cut,
+        "dtype": result.dtype,
+        "rule": result.rule,
+        "prompts": [_outcome(outcome) for outcome in result.outcomes],
+    }
+
+
+def _outcome(outcome: Outcome) -> dict[str, Any]:
+    seen, bad = outcome.comparison, outcome.comparison.first_bad
+    return {
+        "prompt": outcome.case.name,
+        "prompt_tokens": len(outcome.case.prompt),
+        "steps": len(seen.steps),
+        "ids_equal": seen.matches,
+        "max_delta": seen.delta,
+        "bit_equal": seen.bit_equal,
+        "least_margin": seen.margin,
+        "golden": outcome.golden,
+        "ok": outcome.ok,
+        "first_bad_index": None if bad is None else bad.index,
+        "excused": [step.index for step in seen.excused],
+        "failure": outcome.failure,
+    }
