@@ -3,10 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
+from splitlm.cli import options as o
 from splitlm.core.errors import UsageError
 from splitlm.telemetry.folder import run_folder, write_run
+
+
+@dataclass(frozen=True)
+class RunOptions:
+    """Where a run's trace and logs go."""
+
+    trace_dir: o.TraceDir = None
+    no_trace: o.NoTrace = False
+    run_label: o.RunLabel = ""
+
+    def folder(self, verb: str, config: Mapping[str, object] | None = None) -> Path | None:
+        """The run's folder, made; see ``run_dir``."""
+        return run_dir(verb, self.trace_dir, self.no_trace, self.run_label, config)
 
 
 def run_dir(
