@@ -124,8 +124,8 @@ class ModelFiles:
                 expected="one element type",
                 remedy="Choose one with --dtype",
             )
-        chosen = told if told is not None else next(iter(stored)) if len(stored) == 1 else None
-        if chosen not in DTYPES.values():
+        chosen: torch.dtype | None = told if told is not None else next(iter(stored)) if len(stored) == 1 else None
+        if chosen is None or chosen not in DTYPES.values():
             raise CheckpointError(
                 f"The checkpoint's element types are {', '.join(sorted(map(str, stored)))}",
                 where=str(self.folder),
@@ -211,13 +211,13 @@ class ModelFiles:
         model = build_skeleton(self.config, self.family, self.dtype, where)
         self._make = block_factory(model, self.config, self.family, self.dtype, where)
         leave_out(model, self.family, segment, self.dtype)
+        compute_buffers(model, where)  # before the weights: it would initialise those of the same module too
         timings["construct"] += time.perf_counter() - started
         held = set(shared)
         keys = self._fill(model, "", shared, timings)
         blocks = [self._block(i, shared, timings, keys) for i in segment.blocks]
         started = time.perf_counter()
         set_blocks(model, self.family, segment, blocks, self.config)
-        compute_buffers(model, where)
         timings["construct"] += time.perf_counter() - started
         residency.check_names(keys, residency.prefixes(self.family, segment), where)
         residency.check_reads(self.index.reads[before:], set(keys.values()) - held, where)

@@ -16,7 +16,6 @@ from transformers import DynamicCache
 from splitlm.core.cut import make_cut
 from splitlm.core.sampling import Sampling
 from splitlm.model.load import Loader, ModelFiles
-from splitlm.model.quiet import no_bars
 from splitlm.model.sampling import Sampler
 from splitlm.model.stage import build_stages
 from splitlm.model.whole import own_memory, whole_model
@@ -38,8 +37,7 @@ class Uncut:
         if loader == "shard":
             (self._stage,) = build_stages(files, make_cut(files.blocks, ()).segments)
             return
-        with no_bars():
-            self._model = model = whole_model(files.folder, files.dtype)
+        self._model = model = whole_model(files.folder, files.dtype)
         own_memory(model)
         self._cache_name = "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
 
