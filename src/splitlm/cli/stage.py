@@ -41,9 +41,9 @@ class PlaceOptions:
         Raises:
             UsageError: a part is missing, or the bounds hold no block.
         """
-        parts = {"--layer-begin": self.layer_begin, "--layer-end": self.layer_end}
-        parts |= {"--recv": self.recv or None, "--send": self.send or None, "--ctrl": self.ctrl or None}
-        lacking = [option for option, value in parts.items() if value is None]
+        given = {"--layer-begin": self.layer_begin is not None, "--layer-end": self.layer_end is not None}
+        given |= {"--recv": bool(self.recv), "--send": bool(self.send), "--ctrl": bool(self.ctrl)}
+        lacking = [option for option, is_there in given.items() if not is_there]
         if lacking:
             raise UsageError(
                 f"The fixed place lacks {', '.join(lacking)}",
