@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -9,6 +10,7 @@ import typer
 
 from splitlm.cli import options as o
 from splitlm.cli.console import Console, console
+from splitlm.cli.runs import RunOptions
 from splitlm.cli.tables import table
 from splitlm.core.errors import CheckFailedError
 
@@ -23,71 +25,53 @@ def check() -> None:
     """Check that a ring computes what the uncut model computes."""
 
 
+@dataclass(frozen=True)
+class Compared(o.RingOptions):
+    """A ring, and a reference that computes in the same way."""
+
+    threads: Annotated[int, typer.Option(help="Threads per stage, and of the reference; 0 shares the cores.")] = 1
+
+
 @app.command()
 def equivalence(
     context: typer.Context,
     model: o.Model,
+    ring: Compared,
+    run: RunOptions,
     prompt: Annotated[
         list[str] | None, typer.Option(help="A text; may be given several times [default: a short and a long one].")
     ] = None,
-    stages: o.Stages = None,
-    cuts: o.Cuts = "",
-    private: o.Private = False,
-    tail_blocks: o.TailBlocks = 0,
     max_new_tokens: Annotated[int, typer.Option("--max-new-tokens", "-n", help="Tokens of each prompt.")] = 32,
     sessions: Annotated[int, typer.Option(help="So many prompts in the ring at once.")] = 1,
-    baseline: Annotated[str, typer.Option(help="What the ring is compared with: reference, the uncut model.")] = (
-        "reference"
-    ),
+    baseline: Annotated[str, typer.Option(help="Compared with: reference (the uncut model).")] = "reference",
     ref_loader: Annotated[str, typer.Option(help="Loader of the reference: hf or shard.")] = "hf",
     golden: Annotated[
         Path | None, typer.Option(help="File with the text to be generated; without --prompt from BOS alone.")
     ] = None,
-    family: o.FamilyName = "",
-    loader: o.LoaderName = "shard",
-    dtype: o.DTypeName = "auto",
-    threads: Annotated[int, typer.Option(help="Threads per stage, and of the reference.")] = 1,
-    prefill_chunk: o.PrefillChunk = 128,
-    deadline: o.Deadline = 60.0,
-    trace_dir: o.TraceDir = None,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
 ) -> None:
-    """Compare ids and logits of a ring of processes with MODEL uncut, token by token."""
+    """Compare ids and logits of a ring of processes with MODEL uncut, token by token. Exit code 1 if they differ."""
     voice = console(context)
     o.choice(baseline, ("reference",), "--baseline")
-    boundaries = o.cut_list(cuts)
-    loaders = ("shard", "hf")
-    settings: dict[str, Any] = {
-        "stages": stages or (2 if boundaries is None else len(boundaries) + 1),
-        "cuts": boundaries,
-        "private": private,
-        "tail_blocks": tail_blocks,
-        "family": family,
-        "loader": o.choice(loader, loaders, "--loader"),
-        "dtype": dtype,
-        "deadline_s": deadline,
-        "trace_dir": trace_dir,
+    reference = o.choice(ref_loader, ("shard", "hf"), "--ref-loader")
+    settings = ring.settings(2)
+    request: dict[str, Any] = {
+        "max_new_tokens": o.at_least(1, max_new_tokens, "--max-new-tokens"),
+        "sessions": o.at_least(1, sessions, "--sessions"),
+        "reference": reference,
+        "golden": golden,
     }
-    reference = o.choice(ref_loader, loaders, "--ref-loader")
+    settings["trace_dir"] = folder = run.folder("check-equivalence", {"model": model, **settings, **request})
+    voice.say("starting")
+    from splitlm.check.equivalence import equivalence as compared
 
-    from splitlm.check import equivalence as checks
-
-    result = checks.equivalence(
-        model,
-        prompt or (),
-        max_new_tokens=max_new_tokens,
-        sessions=sessions,
-        reference="hf" if reference == "hf" else "shard",
-        threads=o.ring_threads(threads, settings["stages"]),
-        prefill_chunk=prefill_chunk,
-        golden=golden,
-        say=voice.say,
-        **settings,
-    )
+    result = compared(model, prompt or (), say=voice.say, token=ring.token, **request, **settings)
     if as_json:
         voice.json(_json(result))
     else:
         _show(voice, result)
+    if folder is not None:
+        voice.note(f"trace in {folder}")
     if not result.ok:
         bad = [outcome for outcome in result.outcomes if not outcome.ok]
         raise CheckFailedError(
@@ -130,8 +114,8 @@ def _yes(value: bool | None) -> str:
 def _excuses(result: Equivalence) -> list[str]:
     """Differing ids that the margin rule lets pass are never silent."""
     return [
-        f"EXCUSED {outcome.case.name}, index {step.index}: the ring chose {step.token}, the reference {step.reference}; "
-        f"its top-2 margin {step.margin:.2g} is below 2·|Δ| = {2 * step.delta:.2g}"
+        f"EXCUSED {outcome.case.name}, index {step.index}: ring chose {step.token}, reference {step.reference}; "
+        + f"its top-2 margin {step.margin:.2g} is below 2·|Δ| = {2 * step.delta:.2g}"
         for outcome in result.outcomes
         for step in outcome.comparison.excused
     ]
