@@ -30,6 +30,9 @@ Compute = Annotated[str, typer.Option(help="Compute engine: exact.")]
 Threads = Annotated[int, typer.Option(help="Threads per stage; 0 shares this machine's cores among its stages.")]
 PrefillChunk = Annotated[int, typer.Option(help="Prompt tokens per prefill step.")]
 Deadline = Annotated[float, typer.Option(help="Seconds to wait for stages and neighbours.")]
+CtrlTimeout = Annotated[
+    float, typer.Option(help="Seconds of silence after which a node counts as lost; the same on all machines.")
+]
 TokenFile = Annotated[Path | None, typer.Option(help="File with the join secret (or set SPLITLM_TOKEN).")]
 TraceDir = Annotated[
     Path | None, typer.Option(help="Folder for the run's trace and logs [default: runs/<time>-<verb>].")
@@ -85,6 +88,7 @@ class RingOptions(CutOptions):
     threads: Threads = 0
     prefill_chunk: PrefillChunk = 128
     deadline: Deadline = 60.0
+    ctrl_timeout: CtrlTimeout = 10.0
     token_file: TokenFile = None
 
     def settings(self, default_stages: int = 1, *, listen: tuple[str, int] | None = None) -> dict[str, Any]:
@@ -103,6 +107,7 @@ class RingOptions(CutOptions):
             "prefill_chunk": at_least(1, self.prefill_chunk, "--prefill-chunk"),
             "listen": listen,
             "deadline_s": seconds(self.deadline, "--deadline"),
+            "ctrl_timeout_s": seconds(self.ctrl_timeout, "--ctrl-timeout"),
         }
 
     @property

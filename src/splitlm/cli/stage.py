@@ -81,10 +81,14 @@ def stage(
     threads: Annotated[int, typer.Option(help="Threads; 0 takes the head's word.")] = 0,
     prefill_chunk: o.PrefillChunk = 128,
     deadline: o.Deadline = 60.0,
+    ctrl_timeout: o.CtrlTimeout = 10.0,
     token_file: o.TokenFile = None,
+    parent: Annotated[int, typer.Option(hidden=True, help="The head's process, where it started this one.")] = 0,
 ) -> None:
     """Be one stage of a ring: join a head, or take a fixed place. It runs until the head is done."""
-    full = o.choice(role, ("", "full"), "--role") == "full"
+    full = role == "full"
+    if role and not full:
+        raise UsageError(f"{role!r} is no role", where="--role", expected="full; any other follows from the bounds")
     if place.given:
         if full or join:
             raise UsageError(f"A fixed place and {'--role full' if full else '--join'} exclude each other")
@@ -95,6 +99,7 @@ def stage(
         )
     threads = o.at_least(0, threads, "--threads")
     shared = {"token": o.read_token(token_file), "deadline_s": o.seconds(deadline, "--deadline")}
+    shared["ctrl_timeout_s"] = o.seconds(ctrl_timeout, "--ctrl-timeout")
     if full or place.first:
         ring = o.RingOptions(
             private=private,
@@ -121,9 +126,11 @@ def stage(
         **shared,
         "listen": o.address(listen, "--listen") if listen else ("", 0),
         "advertise": advertise,
+        "parent": parent,
         "threads": threads,
     }
-    _follow(console(context), model, join, place if place.given else None, settings, run.folder("stage"))
+    with run.folder("stage", {"model": model}) as folder:
+        _follow(console(context), model, join, place if place.given else None, settings, folder)
 
 
 def _be_first(
@@ -137,8 +144,9 @@ def _be_first(
     if prompt is None:
         raise UsageError("The first stage has no prompt", where="--prompt", expected="the text to go on from")
     count = o.at_least(1, max_new_tokens, "--max-new-tokens")
-    settings["trace_dir"] = run.folder("stage")
-    write(voice, model, o.texts([prompt]), settings, {"max_new_tokens": count})
+    with run.folder("stage", {"model": model}) as folder:
+        settings["trace_dir"] = folder
+        write(voice, model, o.texts([prompt]), settings, {"max_new_tokens": count})
 
 
 def _follow(
