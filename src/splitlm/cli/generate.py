@@ -9,6 +9,7 @@ import typer
 from splitlm.cli import options as o
 from splitlm.cli.console import Console, console
 from splitlm.cli.runs import RunOptions
+from splitlm.core.errors import UsageError
 
 if TYPE_CHECKING:
     from splitlm.local import Generation
@@ -33,6 +34,10 @@ def generate(
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object per prompt.")] = False,
 ) -> None:
     """Generate text with MODEL cut into stages: processes on this machine, or machines that join with splitlm stage."""
+    if listen and ring.stages is None and not ring.cuts:
+        raise UsageError(
+            "It is not said how many stages are to join", where="--listen", expected="--stages or --cuts with it"
+        )
     settings = ring.settings(listen=o.address(listen, "--listen") if listen else None)
     request = {
         "max_new_tokens": o.at_least(1, max_new_tokens, "--max-new-tokens"),
@@ -43,9 +48,10 @@ def generate(
     settings["token"] = ring.token
     texts = o.texts(prompt)
     written = {key: value for key, value in settings.items() if key != "token"}
-    settings["trace_dir"] = folder = run.folder("generate", {"model": model, **written})
     voice = console(context)
-    write(voice, model, texts, settings, request, as_json=as_json, chat=chat)
+    with run.folder("generate", {"model": model, **written}) as folder:
+        settings["trace_dir"] = folder
+        write(voice, model, texts, settings, request, as_json=as_json, chat=chat)
     if folder is not None:
         voice.note(f"trace in {folder}")
 

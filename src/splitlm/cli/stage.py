@@ -129,7 +129,8 @@ def stage(
         "parent": parent,
         "threads": threads,
     }
-    with run.folder("stage", {"model": model}) as folder:
+    # A stage of a ring on one machine shares the head's folder, and the head has written its settings there.
+    with run.folder("stage", None if parent else {"model": model, "join": join}) as folder:
         _follow(console(context), model, join, place if place.given else None, settings, folder)
 
 
