@@ -61,11 +61,12 @@ def equivalence(
         "reference": reference,
         "golden": golden,
     }
-    settings["trace_dir"] = folder = run.folder("check-equivalence", {"model": model, **settings, **request})
     voice.say("starting")
     from splitlm.check.equivalence import equivalence as compared
 
-    result = compared(model, prompt or (), say=voice.say, token=ring.token, **request, **settings)
+    with run.folder("check-equivalence", {"model": model, **settings, **request}) as folder:
+        settings["trace_dir"] = folder
+        result = compared(model, prompt or (), say=voice.say, token=ring.token, **request, **settings)
     if as_json:
         voice.json(_json(result))
     else:
