@@ -7,11 +7,18 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from splitlm.core.sampling import Sampling
     from splitlm.local import Generation, Ring
+    from splitlm.node.plan import Plan, plan
 
 __version__ = "0.1.0"
-__all__ = ["Generation", "Ring", "Sampling", "__version__"]
+__all__ = ["Generation", "Plan", "Ring", "Sampling", "__version__", "plan"]
 
-_WHERE = {"Ring": "splitlm.local", "Generation": "splitlm.local", "Sampling": "splitlm.core.sampling"}
+_WHERE = {
+    "Generation": "splitlm.local",
+    "Plan": "splitlm.node.plan",
+    "Ring": "splitlm.local",
+    "Sampling": "splitlm.core.sampling",
+    "plan": "splitlm.node.plan",
+}
 
 
 def __getattr__(name: str) -> Any:

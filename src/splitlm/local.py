@@ -11,33 +11,34 @@ This is the Python API::
 from __future__ import annotations
 
 import asyncio
+import functools
 import queue
 import secrets
-import tempfile
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future
+from concurrent.futures import CancelledError, Future
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
+from splitlm.bus.line import TIMEOUT_S
 from splitlm.core.cut import Cut
-from splitlm.core.errors import NetworkError, SplitlmError
+from splitlm.core.errors import NetworkError, SplitlmError, UsageError
 from splitlm.core.sampling import FinishReason, Sampling
 from splitlm.infer.head import Head
 from splitlm.infer.request import Request, TokenOut
+from splitlm.infer.text import TextStream
 from splitlm.model.load import Loader, ModelFiles
 from splitlm.model.source import resolve
-from splitlm.model.text import StopMatcher, StreamDecoder, TextCodec
-from splitlm.node.processes import StageProcess
+from splitlm.model.text import TextCodec
+from splitlm.node.processes import start_stages
 from splitlm.node.ring import RingHost
 from splitlm.node.settings import RingSettings, StageReport
-
-T = TypeVar("T")
+from splitlm.node.thread import LoopThread, not_open
 
 
 @dataclass
@@ -72,6 +73,7 @@ class Ring:
         threads: intra-op threads per node; 0 leaves torch's choice.
         prefill_chunk: prompt tokens per step.
         deadline_s: how long to wait for stages.
+        ctrl_timeout_s: silence after which a stage counts as lost; a stage that dies is noticed at once.
         trace_dir: folder for traces and logs; None keeps no trace.
         say: takes one line of progress.
         static: this node holds blocks ``[0, static)`` and the others bring places of their own.
@@ -101,6 +103,7 @@ class Ring:
         static: int | None = None,
         token: str = "",
         deadline_s: float = 60.0,
+        ctrl_timeout_s: float = TIMEOUT_S,
         trace_dir: Path | str | None = None,
         say: Callable[[str], None] = lambda _: None,
     ) -> None:
@@ -125,11 +128,11 @@ class Ring:
             "data": data,
             "send": send,
             "deadline_s": deadline_s,
+            "ctrl_timeout_s": ctrl_timeout_s,
             "trace_dir": Path(trace_dir) if trace_dir is not None else None,
         }
-        self._logs: tempfile.TemporaryDirectory[str] | None = None
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._thread: threading.Thread | None = None
+        self._lock = threading.Lock()
+        self._thread: LoopThread | None = None
         self._host: RingHost | None = None
         self._served: Future[None] | None = None
         self._head: Head | None = None
@@ -151,93 +154,76 @@ class Ring:
         Raises:
             SplitlmError: the model cannot be loaded, a stage did not come, an address is taken …; nothing stays behind.
         """
-        folder = resolve(self._given["model"], progress=self._say)
-        self._codec = TextCodec(folder)
-        self.settings = RingSettings(folder=folder, **self._given)
-        loop = self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=loop.run_forever, name="splitlm-loop", daemon=True)
-        self._thread.start()
+        with self._lock:
+            if self._thread is not None:
+                raise UsageError("The ring is open already", expected="one open for each close")
+            thread = self._thread = LoopThread("splitlm-loop")
         try:
-            self._host = self._call(self._make_host(self.settings))
-            self._served = asyncio.run_coroutine_threadsafe(self._host.serve(), loop)
-            self._head = self._call(self._started(self._host))
+            folder = resolve(self._given["model"], progress=self._say)
+            self._codec = TextCodec(folder)
+            settings = self.settings = RingSettings(folder=folder, **self._given)
+            host = self._host = thread.call(self._make_host(settings))
+            self._served = thread.submit(host.serve())
+            self._head = thread.call(self._started(host))
         except BaseException:
             self.close()
             raise
 
     async def _make_host(self, settings: RingSettings) -> RingHost:
-        return RingHost(settings, None if self._remote else self._spawn, self._say)
+        spawn = None if self._remote else functools.partial(start_stages, settings)
+        return RingHost(settings, spawn, self._say)
 
     async def _started(self, host: RingHost) -> Head:
         return await asyncio.shield(host.started)
 
-    def _call(self, work: Any) -> Any:
-        """Run a coroutine on the ring's loop; Ctrl-C while waiting ends the ring."""
-        if self._loop is None:
-            raise NetworkError("The ring is not open", remedy="Use it in a with block")
-        return asyncio.run_coroutine_threadsafe(work, self._loop).result()
-
-    def _spawn(self, port: int, count: int) -> list[StageProcess]:
-        settings = self.settings
-        if settings is None:
-            raise RuntimeError("no settings")
-        if settings.trace_dir is not None:
-            settings.trace_dir.mkdir(parents=True, exist_ok=True)
-            logs = settings.trace_dir
-        else:
-            self._logs = tempfile.TemporaryDirectory(prefix="splitlm-")
-            logs = Path(self._logs.name)
-        arguments = ["--join", f"127.0.0.1:{port}", "--deadline", str(settings.deadline_s)]
-        arguments += ["--trace-dir", str(logs)] if settings.trace_dir is not None else ["--no-trace"]
-        environment = {"SPLITLM_TOKEN": settings.token, "OMP_WAIT_POLICY": "PASSIVE"}
-        started: list[StageProcess] = []
-        try:
-            for i in range(1, count + 1):
-                log = logs / f"stage-{i}.log"
-                started.append(StageProcess([str(settings.folder), *arguments], log=log, environment=environment))
-        except BaseException:
-            for process in started:
-                process.end()
-            raise
-        return started
-
     def close(self) -> None:
-        """Stop the stages and free everything; safe to call twice."""
-        loop, self._loop = self._loop, None
-        if loop is None:
+        """Stop the stages and free everything; safe to call twice, and while other threads generate.
+
+        Their generations end with a NetworkError.
+        """
+        with self._lock:
+            thread, self._thread = self._thread, None
+        if thread is None:
             return
+        host, served = self._host, self._served
+        self._served = self._head = None
         try:
-            if self._host is not None and self._served is not None:
-                loop.call_soon_threadsafe(self._host.stop.set)
-                with suppress(SplitlmError):
-                    self._served.result()
+            if host is not None and served is not None:
+                thread.call(self._tell_to_stop(host))
+                with suppress(SplitlmError, CancelledError):
+                    served.result()
         finally:
-            loop.call_soon_threadsafe(loop.stop)
-            if self._thread is not None:
-                self._thread.join()
-            loop.close()
-            if self._logs is not None:
-                self._logs.cleanup()
+            if host is not None:
+                host.kill()  # nothing is left of them by now, unless a second Ctrl-C ended the wait
+            thread.close()
+
+    async def _tell_to_stop(self, host: RingHost) -> None:
+        host.stop.set()
+
+    @property
+    def error(self) -> SplitlmError | None:
+        """Why the ring broke; None while it works, and after it was closed in order."""
+        return self._host.broken if self._host is not None else None
 
     @property
     def cut(self) -> Cut:
         """Which node holds which blocks."""
         if self._host is None or self._host.cut is None:
-            raise NetworkError("The ring is not open", remedy="Use it in a with block")
+            raise not_open()
         return self._host.cut
 
     @property
     def files(self) -> ModelFiles:
         """The model's config and index."""
         if self._host is None or self._host.files is None:
-            raise NetworkError("The ring is not open", remedy="Use it in a with block")
+            raise not_open()
         return self._host.files
 
     @property
     def codec(self) -> TextCodec:
         """The model's tokenizer."""
         if self._codec is None:
-            raise NetworkError("The ring is not open", remedy="Use it in a with block")
+            raise not_open()
         return self._codec
 
     @property
@@ -318,22 +304,12 @@ class Ring:
         logits: bool,
     ) -> Iterator[tuple[TokenOut | None, str]]:
         """Tokens with the text that they make certain; a last pair without a token flushes what was held back."""
-        codec, head, loop = self.codec, self._head, self._loop
-        if head is None or loop is None:
-            raise NetworkError("The ring is not open", remedy="Use it in a with block")
-        decoder, matcher = StreamDecoder(codec, ids), StopMatcher(stop)
+        codec, head, thread = self.codec, self._head, self._thread
+        if head is None or thread is None:
+            raise not_open()
+        text = TextStream(codec, ids, stop)
         eos = frozenset() if ignore_eos else codec.eos_ids
-        texts: dict[int, str] = {}
-        made = 0
-
-        def accept(token: int) -> FinishReason | None:
-            nonlocal made
-            text, stopped = matcher.push(decoder.push(token))
-            texts[made] = text
-            made += 1
-            return "stop" if stopped else None
-
-        request = Request(tuple(ids), max_new_tokens, sampling or Sampling(), eos, logits=logits, accept=accept)
+        request = Request(tuple(ids), max_new_tokens, sampling or Sampling(), eos, logits=logits, accept=text.accept)
         out: queue.SimpleQueue[TokenOut | BaseException | None] = queue.SimpleQueue()
 
         async def pump() -> None:
@@ -341,19 +317,20 @@ class Ring:
                 async for item in head.generate(request):
                     out.put(item)
                 out.put(None)
+            except asyncio.CancelledError:
+                out.put(NetworkError("The ring was closed"))
+                raise
             except BaseException as error:  # noqa: BLE001 - handed to the thread that iterates
                 out.put(error)
 
-        job = asyncio.run_coroutine_threadsafe(pump(), loop)
+        job = thread.submit(pump())
         try:
             finish: FinishReason | None = None
             while (item := out.get()) is not None:
                 if isinstance(item, BaseException):
                     raise item
                 finish = item.finish
-                yield item, texts.pop(item.index, "")
-            if finish != "stop":
-                text, _ = matcher.push(decoder.finish())
-                yield None, text + matcher.finish()
+                yield item, text.text(item)
+            yield None, text.rest(finish)
         finally:
             job.cancel()

@@ -148,6 +148,7 @@ def test_nothing_more_is_heard_of_a_dropped_peer(kind: str) -> None:
             assert isinstance(event, PeerCame)
             ids[event.name] = peer
         await bad.send(note(6))
+        await asyncio.sleep(0.05)  # until it waits at the hub
         await hub.drop(ids["bad"])
         await hub.drop(ids["bad"])
         await good.send(note(1))

@@ -89,3 +89,8 @@ def test_the_limit_holds_both_ways() -> None:
         messages.encode(over)
     with pytest.raises(ProtocolError, match="8193 bytes"):
         messages.decode(msgspec.json.encode(over))
+
+
+def test_deep_nesting_is_a_protocol_error_not_a_crash_of_the_reader() -> None:
+    with pytest.raises(ProtocolError, match="could not be read"):
+        messages.decode(b'{"kind":"stop","x":' + b"[" * 4000 + b"]" * 4000 + b"}")

@@ -47,8 +47,9 @@ async def pair(
         yield a, b
     finally:
         await asyncio.gather(a.close(), b.close())
-        assert a.lost.done()
-        assert b.lost.done()
+        for each in (a, b):
+            assert each.lost.done()
+            assert each._timer is None or each._timer.cancelled()
         assert asyncio.all_tasks() == before
 
 
@@ -191,9 +192,14 @@ def test_an_empty_pool_pauses_reading_until_another_thread_releases(kind: str) -
         for i in range(total):
             frame = held.pop(0)
             assert bytes(frame.tensors[0]) == bytes([i]) * SMALLEST
-            await asyncio.to_thread(frame.release)
             if i + 4 < total:
-                held.append(await b.receive())
+                waiting = asyncio.ensure_future(b.receive())
+                await asyncio.sleep(0.001)
+                assert not waiting.done()
+                await asyncio.to_thread(frame.release)  # this wakes who waits
+                held.append(await waiting)
+            else:
+                frame.release()
         await sending
         assert pool.held_bytes <= 4 * SMALLEST
 
@@ -202,7 +208,11 @@ def test_an_empty_pool_pauses_reading_until_another_thread_releases(kind: str) -
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_what_was_sent_before_closing_arrives_then_the_loss_is_named(kind: str) -> None:
+def test_what_was_sent_before_closing_arrives_then_the_loss_is_named(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(base, "LINGER_S", 1000)  # a peer that reacts is not waited for longer than it takes
+
     async def story(a: StreamChannel, b: StreamChannel) -> None:
         await a.send(OPENED)
         await a.send(hidden(30_000), [bytes(30_000)])
@@ -223,8 +233,10 @@ def test_what_was_sent_before_closing_arrives_then_the_loss_is_named(kind: str) 
 def test_a_closed_channel_says_so_and_closing_again_is_nothing(kind: str) -> None:
     async def story(a: StreamChannel, b: StreamChannel) -> None:
         await a.send(OPENED)
-        await asyncio.gather(a.close(), a.close(), b.close())
+        closing = asyncio.ensure_future(b.close())
         await a.close()
+        assert a.lost.done()
+        await asyncio.gather(a.close(), a.close(), closing)
         for call in (a.receive(), a.send(OPENED), b.receive()):
             with pytest.raises(PeerLostError, match="closed by this side"):
                 await call
@@ -267,6 +279,8 @@ def test_a_peer_killed_in_the_middle_of_a_frame(kind: str) -> None:
         assert (await b.receive()).header == OPENED
         with pytest.raises(PeerLostError, match=r"^a at .*in the middle of a frame, after 3000 bytes of it"):
             await b.receive()
+        await b.lost
+        assert pool.lent_bytes == 0
 
     run(kind, story, pool=pool)
     assert pool.lent_bytes == 0
@@ -292,10 +306,13 @@ def test_a_reset_comes_after_the_frames_that_were_complete() -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_violation_is_told_to_both_sides_after_the_good_frames(kind: str) -> None:
+    pool = BufferPool()
+    wrong = Token(1, 0, 0, 5, tensors=(Spec("float32", (9,)),))
+
     async def story(a: StreamChannel, b: StreamChannel) -> None:
         await a.send(OPENED)
         assert a._transport is not None
-        a._transport.write(b"".join(encode(Token(1, 0, 0, 5))))
+        a._transport.write(b"".join(encode(wrong, [bytes(36)])))
         assert (await b.receive()).header == OPENED
         with pytest.raises(ProtocolError, match=r"^a at .*A Token frame from the dialler in state 'sessions'"):
             await b.receive()
@@ -303,8 +320,9 @@ def test_a_violation_is_told_to_both_sides_after_the_good_frames(kind: str) -> N
             await a.receive()
         with pytest.raises(NetworkError):
             await a.send(OPENED)
+        assert pool.lent_bytes == 0
 
-    run(kind, story)
+    run(kind, story, pool=pool)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -329,6 +347,25 @@ def test_a_cancelled_receive_loses_nothing_and_two_readers_are_a_mistake(kind: s
         await asyncio.gather(waiting, return_exceptions=True)
         await a.send(OPENED)
         assert (await b.receive()).header == OPENED
+
+    run(kind, story)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_sender_held_back_by_a_peer_that_leaves_is_let_go(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The peer said goodbye and reads no more, but its machine still holds the connection."""
+    monkeypatch.setattr(base, "LINGER_S", 0.1)
+
+    async def story(a: StreamChannel, b: StreamChannel) -> None:
+        await a.send(OPENED)
+        await b.receive()
+        assert b._transport is not None
+        b._transport.pause_reading()
+        sending = asyncio.ensure_future(a.send(hidden(32 << 20), [bytes(32 << 20)]))
+        await asyncio.sleep(0.01)
+        b._transport.write_eof()
+        with pytest.raises(PeerLostError, match="went away"):
+            await asyncio.wait_for(sending, 10)
 
     run(kind, story)
 

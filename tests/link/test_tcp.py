@@ -173,6 +173,18 @@ def test_a_slow_handshake_blocks_nobody_and_is_dropped(caplog: pytest.LogCapture
     assert caplog.text.count("not finished in time") == 3
 
 
+def test_the_deadline_of_a_handshake_ends_with_it() -> None:
+    async def story(listener: tcp.TcpListener) -> None:
+        channel = await dial(listener.port, identity("a"))
+        other = await listener.accept()
+        await asyncio.sleep(0.6)
+        await channel.send(Said(b"still here"))
+        assert (await other.receive()).header == Said(b"still here")
+        await asyncio.gather(channel.close(), other.close())
+
+    run(story, handshake_s=0.3)
+
+
 def test_handshakes_under_way_are_capped_and_room_comes_back(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tcp, "MAX_UNFINISHED", 2)
 
@@ -270,6 +282,7 @@ def test_small_frames_are_not_delayed_and_a_vanished_machine_is_probed_for() -> 
         other = await listener.accept()
         for each in (channel, other):
             assert each._transport is not None
+            assert each._transport.get_write_buffer_limits() == (0, 0)
             sock = each._transport.get_extra_info("socket")
             assert sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
             assert sock.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
@@ -342,6 +355,12 @@ def test_a_cancelled_connect_leaves_nothing() -> None:
             dialling.cancel()
             with pytest.raises(asyncio.CancelledError):
                 await dialling
+            conn, _ = mute.accept()
+            with conn:
+                conn.settimeout(5)
+                hello = conn.recv(4096)
+                assert hello.startswith(b"SPLM")
+                assert conn.recv(4096) == b""
         assert len(asyncio.all_tasks()) == 1
 
     asyncio.run(main())

@@ -14,7 +14,15 @@ from splitlm.wire.states import Purpose
 
 Meddle = Callable[[AnyHeader], AnyHeader]
 FULL = Claims(
-    node="head", version="1.0", protocol=PROTOCOL, model="m1", weights="w1", tokenizer="t1", dtype="float32", epoch=3
+    node="head",
+    version="1.0",
+    protocol=PROTOCOL,
+    model="m1",
+    weights="w1",
+    tokenizer="t1",
+    dtype="float32",
+    ring="r1",
+    epoch=3,
 )
 OTHER = {"version": "2.0", "protocol": PROTOCOL + 1, "epoch": 4}
 
@@ -104,7 +112,7 @@ def test_each_claim_that_differs_is_refused_with_both_values_on_both_sides(field
         assert "stage 1" in text
 
 
-@pytest.mark.parametrize("field", ["version", "model", "weights", "tokenizer", "dtype"])
+@pytest.mark.parametrize("field", ["version", "model", "weights", "tokenizer", "dtype", "ring"])
 @pytest.mark.parametrize("late", ["dialler", "listener"])
 def test_a_claim_not_known_yet_is_not_compared(field: str, late: str) -> None:
     one, two = identity(**{field: ""}), identity()
@@ -182,6 +190,12 @@ def test_what_is_altered_on_the_way_is_refused(meddle: Meddle, token: str) -> No
     assert not (d.done and b.done)
     for side in (d, b):
         assert side.claims is None or side.claims.node != "evil"
+
+
+def test_a_link_cannot_be_led_to_a_port_of_another_purpose() -> None:
+    d, b, _ = meet(identity(), identity(), purposes=("control", "data"), meddle=changed(Hello, purpose="data"))
+    for side in (d, b):
+        assert "altered on its way" in str(error(side))
 
 
 def test_a_proof_cannot_be_turned_round_replayed_or_used_for_another_purpose() -> None:

@@ -12,6 +12,8 @@ from splitlm.wire.frame import Said
 
 HEARTBEAT_S = 2.0
 TIMEOUT_S = 10.0
+BEATS = TIMEOUT_S / HEARTBEAT_S
+"""Heartbeats due within a timeout: a few may be late before a peer counts as lost."""
 
 Heard = Callable[[messages.Any], Awaitable[None]]
 Ended = Callable[[NetworkError, float], Awaitable[None]]
@@ -88,14 +90,7 @@ class Line:
             raise ProtocolError(
                 f"A {type(header).__name__} frame came on the control plane", where=self.channel.peer, expected="Said"
             )
-        try:
-            return messages.decode(header.message, self.channel.peer)
-        except RecursionError as error:
-            raise ProtocolError(
-                "A control message could not be read: it is nested too deeply",
-                where=self.channel.peer,
-                expected="a message of the same splitlm version",
-            ) from error
+        return messages.decode(header.message, self.channel.peer)
 
     async def _beat(self) -> None:
         try:

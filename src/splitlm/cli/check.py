@@ -1,10 +1,150 @@
-"""x"""
+"""``splitlm check``: questions about a ring that are answered by exit code 0 or 1."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-app = typer.Typer()
+from splitlm.cli import options as o
+from splitlm.cli.console import Console, console
+from splitlm.cli.runs import RunOptions
+from splitlm.cli.tables import table
+from splitlm.core.errors import CheckFailedError
+
+if TYPE_CHECKING:
+    from splitlm.check.equivalence import Equivalence, Outcome
+
+app = typer.Typer(no_args_is_help=True)
 
 
 @app.callback()
-def x() -> None:
-    """x"""
+def check() -> None:
+    """Check that a ring computes what the uncut model computes."""
+
+
+@dataclass(frozen=True)
+class Compared(o.RingOptions):
+    """A ring, and a reference that computes in the same way."""
+
+    threads: Annotated[int, typer.Option(help="Threads per stage, and of the reference; 0 shares the cores.")] = 1
+
+
+@app.command()
+def equivalence(
+    context: typer.Context,
+    model: o.Model,
+    ring: Compared,
+    run: RunOptions,
+    prompt: Annotated[
+        list[str] | None, typer.Option(help="A text; may be given several times [default: a short and a long one].")
+    ] = None,
+    max_new_tokens: Annotated[int, typer.Option("--max-new-tokens", "-n", help="Tokens of each prompt.")] = 32,
+    sessions: Annotated[int, typer.Option(help="So many prompts in the ring at once.")] = 1,
+    baseline: Annotated[str, typer.Option(help="Compared with: reference (the uncut model).")] = "reference",
+    ref_loader: Annotated[str, typer.Option(help="Loader of the reference: hf or shard.")] = "hf",
+    golden: Annotated[
+        Path | None, typer.Option(help="File with the text to be generated; without --prompt from BOS alone.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
+) -> None:
+    """Compare ids and logits of a ring of processes with MODEL uncut, token by token. Exit code 1 if they differ."""
+    voice = console(context)
+    o.choice(baseline, ("reference",), "--baseline")
+    reference = o.choice(ref_loader, ("shard", "hf"), "--ref-loader")
+    settings = ring.settings(2)
+    request: dict[str, Any] = {
+        "max_new_tokens": o.at_least(1, max_new_tokens, "--max-new-tokens"),
+        "sessions": o.at_least(1, sessions, "--sessions"),
+        "reference": reference,
+        "golden": golden,
+    }
+    voice.say("starting")
+    from splitlm.check.equivalence import equivalence as compared
+
+    with run.folder("check-equivalence", {"model": model, **settings, **request}) as folder:
+        settings["trace_dir"] = folder
+        result = compared(model, prompt or (), say=voice.say, token=ring.token, **request, **settings)
+    if as_json:
+        voice.json(_json(result))
+    else:
+        _show(voice, result)
+    if folder is not None:
+        voice.note(f"trace in {folder}")
+    if not result.ok:
+        bad = [outcome for outcome in result.outcomes if not outcome.ok]
+        raise CheckFailedError(
+            "; ".join(f"{outcome.case.name}: {outcome.failure}" for outcome in bad),
+            where=f"{len(bad)} of {len(result.outcomes)} prompts differ from the uncut model",
+            expected=result.rule,
+        )
+
+
+def _show(voice: Console, result: Equivalence) -> None:
+    columns = ["prompt", "tokens", "steps", "ids equal", "max |Δlogit|", "bit-equal", "least margin"]
+    golden = any(outcome.golden is not None for outcome in result.outcomes)
+    rows = []
+    for outcome in result.outcomes:
+        seen = outcome.comparison
+        row = [
+            outcome.case.name,
+            str(len(outcome.case.prompt)),
+            str(len(seen.steps)),
+            f"{seen.matches}/{len(seen.steps)}",
+            f"{seen.delta:.2g}",
+            _yes(seen.bit_equal),
+            f"{seen.margin:.3g}",
+        ]
+        rows.append([*row, _yes(outcome.golden)] if golden else row)
+    voice.out("cut: " + " → ".join(result.cut))
+    table(voice, [*columns, "golden text"] if golden else columns, rows)
+    voice.out(f"rule ({result.dtype}): {result.rule}")
+    for line in _excuses(result):
+        voice.out(line)
+    if result.ok:
+        equal = all(outcome.comparison.bit_equal for outcome in result.outcomes)
+        voice.out("The ring equals the uncut model" + (", bit for bit." if equal else " under this rule."))
+
+
+def _yes(value: bool | None) -> str:
+    return {True: "yes", False: "no", None: "–"}[value]
+
+
+def _excuses(result: Equivalence) -> list[str]:
+    """Differing ids that the margin rule lets pass are never silent."""
+    return [
+        f"EXCUSED {outcome.case.name}, index {step.index}: ring chose {step.token}, reference {step.reference}; "
+        + f"its top-2 margin {step.margin:.2g} is below 2·|Δ| = {2 * step.delta:.2g}"
+        for outcome in result.outcomes
+        for step in outcome.comparison.excused
+    ]
+
+
+def _json(result: Equivalence) -> dict[str, Any]:
+    return {
+        "ok": result.ok,
+        "cut": result.cut,
+        "dtype": result.dtype,
+        "rule": result.rule,
+        "prompts": [_outcome(outcome) for outcome in result.outcomes],
+    }
+
+
+def _outcome(outcome: Outcome) -> dict[str, Any]:
+    seen, bad = outcome.comparison, outcome.comparison.first_bad
+    return {
+        "prompt": outcome.case.name,
+        "prompt_tokens": len(outcome.case.prompt),
+        "steps": len(seen.steps),
+        "ids_equal": seen.matches,
+        "max_delta": seen.delta,
+        "bit_equal": seen.bit_equal,
+        "least_margin": seen.margin,
+        "golden": outcome.golden,
+        "ok": outcome.ok,
+        "first_bad_index": None if bad is None else bad.index,
+        "excused": [step.index for step in seen.excused],
+        "failure": outcome.failure,
+    }

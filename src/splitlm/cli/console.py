@@ -1,17 +1,25 @@
-"""What a verb says, and where: results to stdout, progress and logs to stderr."""
+"""What a verb says, and where: results to stdout, progress, logs and errors to stderr."""
 
 from __future__ import annotations
 
 import json
 import logging
 import sys
+import threading
 import time
-from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any, TextIO
 
-from splitlm.core.errors import UsageError
+from splitlm.core.errors import SplitlmError, UsageError
+
+if TYPE_CHECKING:
+    from rich.console import Console as RichConsole
+    from rich.status import Status
 
 LEVELS = ("debug", "info", "warning", "error")
+
+
+class ReaderGoneError(Exception):
+    """Whoever read our results went away (``| head``): that is its right, and the end of our work."""
 
 
 class _JsonLines(logging.Formatter):
@@ -22,19 +30,39 @@ class _JsonLines(logging.Formatter):
         return json.dumps(line)
 
 
-@dataclass
+class _ToStderr(logging.StreamHandler[TextIO]):
+    """Writes to what is stderr now: a spinner puts a proxy there, above which other lines appear."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.stream = sys.stderr
+        super().emit(record)
+
+
 class Console:
-    """The settings of the common options, and the two voices."""
+    """The settings that every verb takes, and the voices.
 
-    log_level: str = "warning"
-    log_json: bool = False
-    quiet: bool = False
-    debug: bool = False
+    On a terminal, ``say`` shows a spinner with what is awaited, and leaves a line when it is done. In a pipe it is a
+    plain line. Colour follows ``NO_COLOR``. May be used from several threads.
+    """
 
-    def __post_init__(self) -> None:
+    def __init__(self) -> None:
+        self.log_level, self.log_json, self.quiet, self.debug = "warning", False, False, False
+        self._lock = threading.RLock()
+        self._rich: RichConsole | None = None
+        self._status: Status | None = None
+        self._awaited = ""
+
+    def set(self, **changes: Any) -> None:
+        """Change settings by name; logging follows.
+
+        Raises:
+            UsageError: an unknown log level.
+        """
+        for name, value in changes.items():
+            setattr(self, name, value)
         if self.log_level not in LEVELS:
             raise UsageError(f"{self.log_level!r} is no level", where="--log-level", expected=", ".join(LEVELS))
-        handler = logging.StreamHandler(sys.stderr)
+        handler = _ToStderr()
         plain = logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s", "%H:%M:%S")
         handler.setFormatter(_JsonLines() if self.log_json else plain)
         root = logging.getLogger("splitlm")
@@ -43,19 +71,89 @@ class Console:
         root.propagate = False
 
     def say(self, text: str) -> None:
-        """One line of progress."""
+        """What is done or awaited from now on."""
+        if self.quiet:
+            return
+        with self._lock:
+            if not sys.stderr.isatty() and self._status is None:
+                self._line(text)
+                return
+            self._settle()
+            self._awaited = text
+            if self._status is None:
+                self._status = self._terminal().status("")
+                self._status.start()
+            self._status.update(_escaped(text))
+
+    def done(self) -> None:
+        """Nothing is awaited any more: the spinner stops, and leaves its line."""
+        with self._lock:
+            self._settle()
+            if self._status is not None:
+                self._status.stop()
+                self._status = None
+
+    def note(self, text: str) -> None:
+        """One line that stays, and awaits nothing."""
+        self.done()
         if not self.quiet:
-            print(f"· {text}", file=sys.stderr, flush=True)
+            self._line(text)
+
+    def error(self, text: str) -> None:
+        """The paragraph with which a process ends; also with ``--quiet``."""
+        self.done()
+        print(f"splitlm: {text}", file=sys.stderr, flush=True)
 
     def out(self, text: str, end: str = "\n") -> None:
-        """A part of the result."""
-        print(text, end=end, flush=True)
+        """A part of the result.
+
+        Raises:
+            ReaderGoneError: nobody reads it any more.
+            SplitlmError: it cannot be written (a full disk).
+        """
+        self.done()
+        try:
+            print(text, end=end, flush=True)
+        except BrokenPipeError:
+            raise ReaderGoneError from None
+        except OSError as error:
+            raise SplitlmError(
+                f"The result cannot be written ({error.strerror})", where="stdout", remedy="Send it elsewhere"
+            ) from error
 
     def json(self, data: Any) -> None:
-        """The result, for machines."""
-        print(json.dumps(data, ensure_ascii=False), flush=True)
+        """The result, for machines: one line. Raises like ``out``."""
+        self.out(json.dumps(data, ensure_ascii=False))
+
+    def _terminal(self) -> RichConsole:
+        if self._rich is None:
+            from rich.console import Console as RichConsole
+
+            self._rich = RichConsole(stderr=True, highlight=False)
+        return self._rich
+
+    def _settle(self) -> None:
+        """The spinner's text becomes a line that stays."""
+        if self._awaited:
+            self._line(self._awaited)
+            self._awaited = ""
+
+    def _line(self, text: str) -> None:
+        if self._status is not None:
+            self._terminal().print(f"· {text}", markup=False)
+        else:
+            print(f"· {text}", file=sys.stderr, flush=True)
+
+
+def _escaped(text: str) -> str:
+    from rich.markup import escape
+
+    return escape(text)
 
 
 def console(context: Any) -> Console:
     """The console of a verb's context."""
-    return context.obj if isinstance(context.obj, Console) else Console()
+    if not isinstance(context.obj, Console):
+        context.obj = Console()
+    found: Console = context.obj
+    return found

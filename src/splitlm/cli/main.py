@@ -1,16 +1,18 @@
-"""``splitlm``: the verbs, what is common to them, and how errors end a process."""
+"""``splitlm``: the verbs, and how errors end a process."""
 
 from __future__ import annotations
 
 import os
 import signal
 import sys
+from collections.abc import Sequence
 from types import FrameType
 
 import typer
 
 from splitlm.cli import bench, check, demo, doctor, generate, plan, stage
-from splitlm.cli.console import Console
+from splitlm.cli.console import Console, ReaderGoneError
+from splitlm.cli.verb import verb
 from splitlm.core.errors import SplitlmError
 
 app = typer.Typer(
@@ -21,16 +23,23 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-app.command("demo")(demo.demo)
-app.command("plan")(plan.plan)
-app.command("generate")(generate.generate)
-app.command("stage")(stage.stage)
+app.command("demo")(verb(demo.demo))
+app.command("plan")(verb(plan.plan))
+app.command("generate")(verb(generate.generate))
+app.command("stage")(verb(stage.stage))
 app.add_typer(check.app, name="check")
 app.add_typer(bench.app, name="bench")
-app.command("doctor")(doctor.doctor)
+app.command("doctor")(verb(doctor.doctor))
+for group in (check.app, bench.app):
+    for info in group.registered_commands:
+        if info.callback is not None:
+            info.callback = verb(info.callback)
 
 # typer raises its command parser's errors, but exports only the leaf of their tree.
 ArgumentsError: type[Exception] = next(c for c in typer.BadParameter.__mro__ if c.__name__ == "ClickException")
+
+STOPPED, READER_GONE = 130, 141
+"""Exit codes as a shell would give them for SIGINT and SIGPIPE."""
 
 
 def _version(asked: bool) -> None:
@@ -42,52 +51,85 @@ def _version(asked: bool) -> None:
 
 
 @app.callback()
+@verb
 def common(
     context: typer.Context,
-    log_level: str = typer.Option("warning", help="Least level of log lines: debug, info, warning or error."),
-    log_json: bool = typer.Option(False, "--log-json", help="Log lines as JSON."),
-    quiet: bool = typer.Option(False, "--quiet", "-q", help="Results only: no progress."),
-    debug: bool = typer.Option(False, "--debug", help="Show a traceback with an error."),
     version: bool = typer.Option(False, "--version", callback=_version, is_eager=True, help="Show the version."),
 ) -> None:
-    """Options that every verb takes."""
-    _ = version
-    context.obj = Console(log_level=log_level, log_json=log_json, quiet=quiet, debug=debug)
+    """Run one language model cut across the machines you have."""
+    _ = context, version
+
+
+def run(arguments: Sequence[str] | None = None) -> int:
+    """Run one verb; what goes wrong becomes a paragraph on stderr. Returns the exit code.
+
+    0 done · 1 a check failed · 2 usage or configuration · 3 a peer or network · 4 a model or data file · 130 Ctrl-C.
+
+    Raises:
+        SplitlmError: with ``--debug``, for its traceback.
+    """
+    voice = Console()
+    try:
+        code = app(arguments, prog_name="splitlm", standalone_mode=False, obj=voice)
+        if code == STOPPED:  # typer turns Ctrl-C into this
+            voice.error("stopped")
+        return code if isinstance(code, int) else 0
+    except SplitlmError as error:
+        if voice.debug:
+            raise
+        voice.error(str(error))
+        return error.exit_code
+    except (KeyboardInterrupt, typer.Abort):
+        voice.error("stopped")
+        return STOPPED
+    except ReaderGoneError:
+        return READER_GONE
+    except ArgumentsError as error:
+        voice.error(_usage(error))
+        return 2
+    finally:
+        voice.done()
+
+
+def _usage(error: Exception) -> str:
+    """The parser's error as one paragraph."""
+    if type(error).__name__ == "NoArgsIsHelpError":  # the help was shown
+        return "There is no command."
+    context = getattr(error, "ctx", None)
+    path = context.command_path if context is not None else "splitlm"
+    text = " ".join(error.format_message().split()).rstrip(".")  # type: ignore[attr-defined]
+    return f"{text}{'' if text.endswith('?') else '.'} See {path} --help."
 
 
 def main() -> None:
-    """Entry point: runs a verb and turns its error into one paragraph and an exit code.
-
-    0 done · 1 a check failed · 2 usage or configuration · 3 a peer or the network · 4 a model or data file · 130 Ctrl-C.
-    """
+    """Entry point of the process."""
+    missing = _fill_standard_streams()
     # Spinning OpenMP threads would take the core that the next stage computes on. torch reads this on import.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
     signal.signal(signal.SIGTERM, _terminated)
-    debug = "--debug" in sys.argv
-    code = 0
-    try:
-        app(standalone_mode=False)
-    except SplitlmError as error:
-        if debug:
-            raise
-        print(f"splitlm: {error}", file=sys.stderr)
-        code = error.exit_code
-    except typer.Exit as error:
-        code = error.exit_code
-    except (KeyboardInterrupt, typer.Abort):
-        print("splitlm: stopped", file=sys.stderr)
-        code = 130
-    except BrokenPipeError:
-        # The reader of our output went away (``| head``): that is its right.
+    if missing:
+        Console().error("stdout is closed. Expected a place for results. Use >/dev/null to drop them.")
+        sys.exit(2)
+    code = run()
+    if code == READER_GONE:  # else the interpreter complains when it flushes
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        code = 141
-    except ArgumentsError as error:
-        error.show()  # type: ignore[attr-defined]
-        code = 2
     sys.exit(code)
 
 
+def _fill_standard_streams() -> bool:
+    """Put /dev/null where 0, 1 or 2 is closed, so that no socket takes that number; whether stdout was closed."""
+    closed = [stream is None for stream in (sys.stdin, sys.stdout, sys.stderr)]
+    while any(closed) and (number := os.open(os.devnull, os.O_RDWR)) <= 2:
+        if number == 0:
+            sys.stdin = os.fdopen(0, "r")
+        elif number == 1:
+            sys.stdout = os.fdopen(1, "w")
+        else:
+            sys.stderr = os.fdopen(2, "w")
+    return closed[1]
+
+
 def _terminated(_: int, __: FrameType | None) -> None:
-    """SIGTERM ends like Ctrl-C: in order, with every process and port freed."""
-    raise KeyboardInterrupt
+    """SIGTERM ends like Ctrl-C, whoever handles that now: in order, with every process and port freed."""
+    signal.raise_signal(signal.SIGINT)

@@ -1,17 +1,24 @@
-"""Options that several verbs share, and how addresses, tokens and cuts are read."""
+"""Options that several verbs share, one by one and in groups, and how addresses, tokens and cuts are read.
+
+A verb takes a group by a parameter with its type (``ring: o.RingOptions``); see ``cli.verb``.
+"""
 
 from __future__ import annotations
 
+import math
 import os
+import sys
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from splitlm.core.errors import UsageError
+from splitlm.core.sampling import Sampling as SamplingSettings
 
 MODEL_HELP = "Hub id, directory, .gguf file, or smollm2-135m."
-Model = Annotated[str, typer.Argument(help=MODEL_HELP)]
+Model = Annotated[str, typer.Argument(metavar="MODEL", help=MODEL_HELP)]
 Stages = Annotated[int | None, typer.Option(help="Number of stages, the head included.")]
 Cuts = Annotated[str, typer.Option(help="Block boundaries instead of balanced ones, such as 6,11.")]
 Private = Annotated[bool, typer.Option("--private", help="Keep norm and head here: no other machine sees a token.")]
@@ -23,12 +30,110 @@ Compute = Annotated[str, typer.Option(help="Compute engine: exact.")]
 Threads = Annotated[int, typer.Option(help="Threads per stage; 0 shares this machine's cores among its stages.")]
 PrefillChunk = Annotated[int, typer.Option(help="Prompt tokens per prefill step.")]
 Deadline = Annotated[float, typer.Option(help="Seconds to wait for stages and neighbours.")]
+CtrlTimeout = Annotated[
+    float, typer.Option(help="Seconds of silence after which a node counts as lost; the same on all machines.")
+]
 TokenFile = Annotated[Path | None, typer.Option(help="File with the join secret (or set SPLITLM_TOKEN).")]
 TraceDir = Annotated[
     Path | None, typer.Option(help="Folder for the run's trace and logs [default: runs/<time>-<verb>].")
 ]
 NoTrace = Annotated[bool, typer.Option("--no-trace", help="Write no trace.")]
 RunLabel = Annotated[str, typer.Option(help="A word for the run's folder name.")]
+AsJson = Annotated[bool, typer.Option("--json", help="The result as JSON.")]
+
+
+@dataclass(frozen=True)
+class CutOptions:
+    """Where to cut a model."""
+
+    stages: Stages = None
+    cuts: Cuts = ""
+    private: Private = False
+    tail_blocks: TailBlocks = 0
+    family: FamilyName = ""
+    dtype: DTypeName = "auto"
+
+    def settings(self, default_stages: int = 1) -> dict[str, Any]:
+        """Arguments of ``splitlm.plan`` and of ``Ring``.
+
+        Raises:
+            UsageError: cuts that are no numbers, or that do not agree with the number of stages.
+        """
+        boundaries = cut_list(self.cuts)
+        count = default_stages if self.stages is None else at_least(1, self.stages, "--stages")
+        if boundaries is not None:
+            if self.stages not in (None, len(boundaries) + 1):
+                raise UsageError(
+                    f"--stages {self.stages} and --cuts {self.cuts} do not agree",
+                    expected=f"{len(boundaries) + 1} stages for these cuts",
+                    remedy="Leave one of the two out",
+                )
+            count = len(boundaries) + 1
+        return {
+            "stages": count,
+            "cuts": boundaries,
+            "private": self.private,
+            "tail_blocks": at_least(0, self.tail_blocks, "--tail-blocks"),
+            "family": self.family,
+            "dtype": choice(self.dtype, ("auto", "float32", "bfloat16", "float16"), "--dtype"),
+        }
+
+
+@dataclass(frozen=True)
+class RingOptions(CutOptions):
+    """A ring: where to cut, how to load and compute, how long to wait, whom to let in."""
+
+    loader: LoaderName = "shard"
+    compute: Compute = "exact"
+    threads: Threads = 0
+    prefill_chunk: PrefillChunk = 128
+    deadline: Deadline = 60.0
+    ctrl_timeout: CtrlTimeout = 10.0
+    token_file: TokenFile = None
+
+    def settings(self, default_stages: int = 1, *, listen: tuple[str, int] | None = None) -> dict[str, Any]:
+        """Arguments of ``Ring``, the token and the trace's folder left out: what may be written down.
+
+        Args:
+            default_stages: where neither stages nor cuts were given.
+            listen: where other machines join; None starts all stages here, and they share the cores.
+        """
+        cut = super().settings(default_stages)
+        return {
+            **cut,
+            "loader": choice(self.loader, ("shard", "hf"), "--loader"),
+            "compute": choice(self.compute, ("exact",), "--compute"),
+            "threads": ring_threads(self.threads, 1 if listen else cut["stages"]),
+            "prefill_chunk": at_least(1, self.prefill_chunk, "--prefill-chunk"),
+            "listen": listen,
+            "deadline_s": seconds(self.deadline, "--deadline"),
+            "ctrl_timeout_s": seconds(self.ctrl_timeout, "--ctrl-timeout"),
+        }
+
+    @property
+    def token(self) -> str:
+        """The join secret; see ``read_token``."""
+        return read_token(self.token_file)
+
+
+@dataclass(frozen=True)
+class SamplingOptions:
+    """How the next token is chosen."""
+
+    temperature: Annotated[float, typer.Option(help="0 is greedy, the only reproducible mode.")] = 0.0
+    top_k: Annotated[int, typer.Option(help="Keep the k most probable tokens; 0 keeps all.")] = 0
+    top_p: Annotated[float, typer.Option(help="Keep the smallest set of tokens with this probability.")] = 1.0
+    min_p: Annotated[float, typer.Option(help="Drop tokens below this share of the best one's probability.")] = 0.0
+    repetition_penalty: Annotated[float, typer.Option(help="Above 1: tokens already seen become less probable.")] = 1.0
+    seed: Annotated[int | None, typer.Option(help="Of the random choice; drawn when absent.")] = None
+
+    def settings(self) -> SamplingSettings:
+        """As the ring takes them.
+
+        Raises:
+            UsageError: a value out of range.
+        """
+        return SamplingSettings(**vars(self))
 
 
 def address(text: str, option: str) -> tuple[str, int]:
@@ -39,7 +144,7 @@ def address(text: str, option: str) -> tuple[str, int]:
     """
     host, colon, port = text.rpartition(":")
     host = host.removeprefix("[").removesuffix("]")
-    if not colon or not port.isdigit() or int(port) > 65535 or not host:
+    if not colon or not (port.isascii() and port.isdigit()) or int(port) > 65535 or not host:
         raise UsageError(f"{text!r} is no address", where=option, expected="HOST:PORT, such as 192.168.1.5:7000")
     return host, int(port)
 
@@ -82,12 +187,55 @@ def choice(value: str, allowed: tuple[str, ...], option: str) -> str:
         UsageError: another one.
     """
     if value not in allowed:
-        raise UsageError(f"{value!r} is not allowed", where=option, expected=", ".join(allowed))
+        raise UsageError(f"{value!r} is not allowed", where=option, expected=f"one of {', '.join(allowed)}")
     return value
 
 
+def at_least(least: int, value: int, option: str) -> int:
+    """A count that is not too small.
+
+    Raises:
+        UsageError: it is.
+    """
+    if value < least:
+        raise UsageError(f"It is {value}", where=option, expected=f"at least {least}")
+    return value
+
+
+def seconds(value: float, option: str) -> float:
+    """A span of time.
+
+    Raises:
+        UsageError: not a positive number.
+    """
+    if not (value > 0 and math.isfinite(value)):
+        raise UsageError(f"It is {value}", where=option, expected="a positive number of seconds")
+    return value
+
+
+def texts(prompts: list[str] | None) -> list[str]:
+    """Prompts as they were given; ``-`` is stdin, and so is no prompt at all where stdin is not a terminal.
+
+    Raises:
+        UsageError: there is none, or stdin is not text.
+    """
+    if not prompts and (sys.stdin is None or sys.stdin.isatty()):
+        raise UsageError("There is no prompt", where="--prompt", expected="a text, or one on stdin")
+    try:
+        return [sys.stdin.read() if text == "-" else text for text in prompts or ["-"]]
+    except UnicodeDecodeError as error:
+        raise UsageError(f"stdin is not text ({error})", where="--prompt -", expected="UTF-8") from error
+
+
+def cores() -> int:
+    """Cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 def ring_threads(threads: int, local_stages: int) -> int:
-    """Threads per stage: as asked, or this machine's cores shared among the stages that run on it."""
-    if threads < 0:
-        raise UsageError(f"{threads} threads", where="--threads", expected="0 or more")
-    return threads or max(1, len(os.sched_getaffinity(0)) // max(1, local_stages))
+    """Threads per stage: as asked, or this machine's cores shared among the stages that run on it.
+
+    Raises:
+        UsageError: a negative number.
+    """
+    return at_least(0, threads, "--threads") or max(1, cores() // max(1, local_stages))

@@ -2,11 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 
+from splitlm.cli import options as o
 from splitlm.core.errors import UsageError
 from splitlm.telemetry.folder import run_folder, write_run
+
+
+@dataclass(frozen=True)
+class RunOptions:
+    """Where a run's trace and logs go."""
+
+    trace_dir: o.TraceDir = None
+    no_trace: o.NoTrace = False
+    run_label: o.RunLabel = ""
+
+    @contextmanager
+    def folder(self, verb: str, config: Mapping[str, object] | None = None) -> Iterator[Path | None]:
+        """The run's folder, made; see ``run_dir``. A run that failed before it began leaves none behind."""
+        new = self.trace_dir is None or not self.trace_dir.exists()
+        folder = run_dir(verb, self.trace_dir, self.no_trace, self.run_label, config)
+        try:
+            yield folder
+        except BaseException:
+            if folder is not None and new:
+                _remove_if_idle(folder)
+            raise
 
 
 def run_dir(
@@ -34,3 +58,11 @@ def run_dir(
             remedy="Choose another with --trace-dir, or use --no-trace",
         ) from error
     return folder
+
+
+def _remove_if_idle(folder: Path) -> None:
+    """Take away a folder in which nothing lies but its settings."""
+    with suppress(OSError):
+        if all(path.name == "run.json" for path in folder.iterdir()):
+            (folder / "run.json").unlink(missing_ok=True)
+            folder.rmdir()

@@ -3,22 +3,68 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from splitlm.cli import options as o
 from splitlm.cli.console import Console, console
+from splitlm.cli.runs import RunOptions
 from splitlm.core.errors import UsageError
 
-Address = Annotated[str, typer.Option(metavar="HOST:PORT")]
+
+@dataclass(frozen=True)
+class PlaceOptions:
+    """A place that the user fixes, instead of one that the head gives."""
+
+    layer_begin: Annotated[int | None, typer.Option(help="Fixed place: first block; -1 for the first stage.")] = None
+    layer_end: Annotated[int | None, typer.Option(help="Fixed place: one past the last block; -1 for the end.")] = None
+    recv: Annotated[str, typer.Option(metavar="HOST:PORT", help="Fixed place: listen here for the stage before.")] = ""
+    send: Annotated[str, typer.Option(metavar="HOST:PORT", help="Fixed place: the next stage's address.")] = ""
+    ctrl: Annotated[str, typer.Option(metavar="HOST:PORT", help="Fixed place: the first stage's control address.")] = ""
+
+    @property
+    def given(self) -> bool:
+        """Whether any of it was given."""
+        return (self.layer_begin, self.layer_end) != (None, None) or bool(self.recv or self.send or self.ctrl)
+
+    @property
+    def first(self) -> bool:
+        """Whether it is the first stage's: the head itself."""
+        return self.layer_begin in (-1, 0)
+
+    def check(self) -> None:
+        """Make sure that it is whole.
+
+        Raises:
+            UsageError: a part is missing, or the bounds hold no block.
+        """
+        given = {"--layer-begin": self.layer_begin is not None, "--layer-end": self.layer_end is not None}
+        given |= {"--recv": bool(self.recv), "--send": bool(self.send), "--ctrl": bool(self.ctrl)}
+        lacking = [option for option, is_there in given.items() if not is_there]
+        if lacking:
+            raise UsageError(
+                f"The fixed place lacks {', '.join(lacking)}",
+                expected="--layer-begin, --layer-end, --recv, --send and --ctrl together",
+                remedy="Or take the place that a head gives, with --join alone",
+            )
+        begin, end = self.layer_begin or 0, self.layer_end or 0
+        if begin < -1 or end < -1 or 0 <= end <= max(begin, 0):
+            raise UsageError(
+                f"It holds blocks from {begin} to {end}",
+                where="--layer-begin, --layer-end",
+                expected="a first block, and one past the last block above it; or -1 for an end of the model",
+            )
 
 
 def stage(
     context: typer.Context,
+    place: PlaceOptions,
+    run: RunOptions,
     model: Annotated[
-        str, typer.Argument(help="The model on this machine, where its name differs from the head's.")
+        str, typer.Argument(metavar="MODEL", help="The model on this machine, where its name differs from the head's.")
     ] = "",
     join: Annotated[str, typer.Option(metavar="HOST:PORT", help="The head's address (generate --listen).")] = "",
     listen: Annotated[
@@ -26,13 +72,6 @@ def stage(
     ] = "",
     advertise: Annotated[str, typer.Option(help="Host name that others use for this machine, if it differs.")] = "",
     role: Annotated[str, typer.Option(help="full: run the whole model here, uncut. Otherwise the bounds say it.")] = "",
-    layer_begin: Annotated[int | None, typer.Option(help="Fixed place: first block; -1 for the first stage.")] = None,
-    layer_end: Annotated[int | None, typer.Option(help="Fixed place: one past the last block; -1 for the end.")] = None,
-    recv: Annotated[str, typer.Option(metavar="HOST:PORT", help="Fixed place: listen here for the stage before.")] = "",
-    send: Annotated[str, typer.Option(metavar="HOST:PORT", help="Fixed place: the next stage's address.")] = "",
-    ctrl: Annotated[
-        str, typer.Option(metavar="HOST:PORT", help="Fixed place: the first stage's control address.")
-    ] = "",
     prompt: Annotated[str | None, typer.Option(help="First stage or --role full: what to generate from.")] = None,
     max_new_tokens: Annotated[int, typer.Option(help="First stage or --role full: tokens to generate.")] = 128,
     private: o.Private = False,
@@ -42,112 +81,90 @@ def stage(
     threads: Annotated[int, typer.Option(help="Threads; 0 takes the head's word.")] = 0,
     prefill_chunk: o.PrefillChunk = 128,
     deadline: o.Deadline = 60.0,
+    ctrl_timeout: o.CtrlTimeout = 10.0,
     token_file: o.TokenFile = None,
-    trace_dir: o.TraceDir = None,
-    no_trace: o.NoTrace = False,
-    run_label: o.RunLabel = "",
+    parent: Annotated[int, typer.Option(hidden=True, help="The head's process, where it started this one.")] = 0,
 ) -> None:
     """Be one stage of a ring: join a head, or take a fixed place. It runs until the head is done."""
-    voice = console(context)
-    fixed = layer_begin is not None or layer_end is not None
-    if role not in ("", "full"):
+    full = role == "full"
+    if role and not full:
+        raise UsageError(f"{role!r} is no role", where="--role", expected="full; any other follows from the bounds")
+    if place.given:
+        if full or join:
+            raise UsageError(f"A fixed place and {'--role full' if full else '--join'} exclude each other")
+        place.check()
+    if not full and not place.given and not join:
         raise UsageError(
-            f"The role {role!r} is unknown", where="--role", expected="full, or the bounds --layer-begin, --layer-end"
+            "There is no head to join", where="--join", expected="HOST:PORT, as generate --listen prints it"
         )
-    first = role == "full" or (fixed and layer_begin in (-1, 0))
-    if first:
-        from splitlm.cli.generate import run_first
-
-        if not model:
-            raise UsageError("There is no model", where="MODEL", expected="the model that the first stage is to run")
-        if fixed and not (recv and send and ctrl):
-            raise UsageError("The first stage lacks an address", expected="--recv, --send and --ctrl, each HOST:PORT")
-        run_first(
-            voice,
-            model,
-            prompt=prompt,
-            max_new_tokens=max_new_tokens,
-            layer_end=None if role == "full" else layer_end,
-            addresses=None
-            if role == "full"
-            else tuple(o.address(a, n) for a, n in ((ctrl, "--ctrl"), (recv, "--recv"), (send, "--send"))),
+    threads = o.at_least(0, threads, "--threads")
+    shared = {"token": o.read_token(token_file), "deadline_s": o.seconds(deadline, "--deadline")}
+    shared["ctrl_timeout_s"] = o.seconds(ctrl_timeout, "--ctrl-timeout")
+    if full or place.first:
+        ring = o.RingOptions(
             private=private,
             family=family,
-            loader=o.choice(loader, ("shard", "hf"), "--loader"),
+            loader=loader,
             dtype=dtype,
             threads=threads,
             prefill_chunk=prefill_chunk,
             deadline=deadline,
-            token=o.read_token(token_file),
-            trace_dir=_folder(trace_dir, no_trace, run_label),
         )
+        settings = {**ring.settings(), **shared}
+        if place.given:
+            settings |= {
+                "listen": o.address(place.ctrl, "--ctrl"),
+                "data": o.address(place.recv, "--recv"),
+                "send": o.address(place.send, "--send"),
+                "static": place.layer_end,
+            }
+        _be_first(console(context), model, prompt, max_new_tokens, settings, run)
         return
     if prompt is not None:
         raise UsageError("Only the first stage takes a prompt", where="--prompt", remedy="Give it to the head")
-    if fixed and (join or layer_begin is None or layer_end is None or not (recv and send and ctrl)):
-        raise UsageError(
-            "A fixed place is not complete",
-            expected="--layer-begin, --layer-end, --recv, --send and --ctrl together, without --join",
-        )
-    if not fixed and not join:
-        raise UsageError(
-            "There is no head to join", where="--join", expected="HOST:PORT, as generate --listen prints it"
-        )
-    _serve(
-        voice,
-        model,
-        join,
-        listen,
-        advertise,
-        (layer_begin, layer_end),
-        recv,
-        send,
-        ctrl,
-        threads,
-        deadline,
-        token_file,
-        _folder(trace_dir, no_trace, run_label),
-    )
+    settings = {
+        **shared,
+        "listen": o.address(listen, "--listen") if listen else ("", 0),
+        "advertise": advertise,
+        "parent": parent,
+        "threads": threads,
+    }
+    # A stage of a ring on one machine shares the head's folder, and the head has written its settings there.
+    with run.folder("stage", None if parent else {"model": model, "join": join}) as folder:
+        _follow(console(context), model, join, place if place.given else None, settings, folder)
 
 
-def _folder(trace_dir: Path | None, no_trace: bool, label: str) -> Path | None:
-    from splitlm.cli.runs import run_dir
-
-    return run_dir("stage", trace_dir, no_trace, label)
-
-
-def _serve(
-    voice: Console,
-    model: str,
-    join: str,
-    listen: str,
-    advertise: str,
-    bounds: tuple[int | None, int | None],
-    recv: str,
-    send: str,
-    ctrl: str,
-    threads: int,
-    deadline: float,
-    token_file: Path | None,
-    trace_dir: Path | None,
+def _be_first(
+    voice: Console, model: str, prompt: str | None, max_new_tokens: int, settings: dict[str, Any], run: RunOptions
 ) -> None:
+    """The first stage of a ring of fixed places, or a whole model: the one that has the prompt."""
+    from splitlm.cli.generate import write
+
+    if not model:
+        raise UsageError("There is no model", where="MODEL", expected="the model that the first stage is to run")
+    if prompt is None:
+        raise UsageError("The first stage has no prompt", where="--prompt", expected="the text to go on from")
+    count = o.at_least(1, max_new_tokens, "--max-new-tokens")
+    with run.folder("stage", {"model": model}) as folder:
+        settings["trace_dir"] = folder
+        write(voice, model, o.texts([prompt]), settings, {"max_new_tokens": count})
+
+
+def _follow(
+    voice: Console, model: str, join: str, place: PlaceOptions | None, settings: dict[str, Any], trace_dir: Path | None
+) -> None:
+    """Any other stage."""
+    head = o.address(place.ctrl, "--ctrl") if place else o.address(join, "--join")
+    ends = (o.address(place.recv, "--recv"), o.address(place.send, "--send")) if place else None
+    voice.say("starting")
     from splitlm.model.source import resolve
     from splitlm.node.join import Place, StageSettings, run_stage
 
-    place = None
-    if bounds[0] is not None and bounds[1] is not None:
-        place = Place(bounds[0], bounds[1], o.address(recv, "--recv"), o.address(send, "--send"))
-    settings = StageSettings(
-        head=o.address(ctrl, "--ctrl") if place else o.address(join, "--join"),
-        resolve=resolve,
-        model=model,
-        token=o.read_token(token_file),
-        deadline_s=deadline,
-        listen=o.address(listen, "--listen") if listen else ("", 0),
-        advertise=advertise,
-        threads=threads,
-        place=place,
-        trace_dir=trace_dir,
-        say=voice.say,
+    fixed = Place(place.layer_begin or 0, place.layer_end or 0, *ends) if place and ends else None
+    asyncio.run(
+        run_stage(
+            StageSettings(
+                head=head, resolve=resolve, model=model, place=fixed, trace_dir=trace_dir, say=voice.say, **settings
+            )
+        )
     )
-    asyncio.run(run_stage(settings))

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import TypeVar
 
 from splitlm.core.errors import PeerLostError, SplitlmError
+
+E = TypeVar("E", bound=BaseException)
 
 
 def first_error(group: BaseExceptionGroup[SplitlmError]) -> SplitlmError:
@@ -13,7 +16,16 @@ def first_error(group: BaseExceptionGroup[SplitlmError]) -> SplitlmError:
     return min(errors, key=lambda error: isinstance(error, PeerLostError))
 
 
-def _leaves(group: BaseExceptionGroup[SplitlmError]) -> Iterator[SplitlmError]:
+def fault(group: BaseExceptionGroup[Exception]) -> SplitlmError:
+    """What others are told of errors that nobody raised on purpose; who meets them raises them with their traces."""
+    first = next(_leaves(group))
+    return SplitlmError(
+        f"A fault ended this node: {type(first).__name__}: {first}",
+        remedy="Report it, with the trace that its log shows",
+    )
+
+
+def _leaves(group: BaseExceptionGroup[E]) -> Iterator[E]:
     for error in group.exceptions:
         if isinstance(error, BaseExceptionGroup):
             yield from _leaves(error)

@@ -9,6 +9,8 @@ from splitlm.core.errors import ProtocolError, SplitlmError
 
 MAX_MESSAGE_BYTES = 8 * 1024
 """Largest control message on the wire."""
+MAX_TROUBLE = 1500
+"""Characters of an error's text that travel; each is at most 4 bytes."""
 
 
 class Message(msgspec.Struct, frozen=True, tag_field="kind", tag=lambda name: name.lower()):
@@ -43,6 +45,7 @@ class Assign(Message, frozen=True):
         threads: intra-op threads, 0 for the stage's own choice.
         deadline_s: how long to wait for neighbours.
         pace_ms: least time per block, for simulated devices; 0 is off.
+        ring: number of this ring, to be claimed on data links.
     """
 
     node: int
@@ -55,6 +58,7 @@ class Assign(Message, frozen=True):
     threads: int
     deadline_s: float
     pace_ms: float = 0.0
+    ring: str = ""
 
 
 class Loaded(Message, frozen=True):
@@ -198,6 +202,12 @@ Any = (
 )
 
 
+def trouble(error: SplitlmError) -> Trouble:
+    """The message for an error of ours; a very long text is cut short, since saying why must not fail."""
+    text = "".join(c if c.isprintable() else " " for c in str(error))
+    return Trouble(error.exit_code, text if len(text) <= MAX_TROUBLE else text[: MAX_TROUBLE - 1] + "…")
+
+
 def encode(message: Message) -> bytes:
     """One message as JSON.
 
@@ -225,7 +235,7 @@ def decode(data: bytes | bytearray | memoryview, where: str = "") -> Any:
         )
     try:
         return msgspec.json.decode(data, type=Any)
-    except (msgspec.MsgspecError, UnicodeDecodeError, SplitlmError) as error:
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, SplitlmError) as error:
         raise ProtocolError(
             f"A control message could not be read: {error}",
             where=where,

@@ -10,6 +10,7 @@ import time
 from collections import deque
 from collections.abc import AsyncIterator
 
+import msgspec
 import torch
 
 from splitlm.core.errors import ProtocolError, SplitlmError
@@ -59,16 +60,16 @@ class Head:
         self._sessions: dict[int, Session] = {}
         self._next_number = 1
         self._home: deque[Frame] = deque()
-        self._housekeeping: deque[Frame] = deque()
+        self._housekeeping: deque[tuple[Relay, Frame]] = deque()
         self._outbox: asyncio.Queue[tuple[Header, tuple[Buffer, ...], Lap | None]] = asyncio.Queue()
         self._work_there = asyncio.Event()
         self._failed: SplitlmError | None = None
 
     async def run(self) -> None:
-        """Serve until cancelled.
+        """Serve until cancelled. Whoever runs it tells the sessions why it ended, by ``fail``, once that is known.
 
         Raises:
-            SplitlmError: the ring broke; every open session is told the same.
+            SplitlmError: the ring broke.
         """
         try:
             async with asyncio.TaskGroup() as group:
@@ -77,15 +78,14 @@ class Head:
                     group.create_task(self._send(self._outbound))
                     group.create_task(self._receive(self._inbound))
         except* SplitlmError as errors:
-            first = first_error(errors)
-            self.fail(first)
-            raise first from None
+            raise first_error(errors) from None
 
     def fail(self, error: SplitlmError) -> None:
         """Tell every session, and all that come later, that the ring is broken."""
         if self._failed is None:
             self._failed = error
-            for session in self._sessions.values():
+            for number, session in self._sessions.items():
+                self._schedule.forget(number)
                 session.out.put_nowait(error)
             self._sessions.clear()
 
@@ -98,20 +98,20 @@ class Head:
         """
         request.check(self._context, self._first.stage.vocab)
         if self._failed is not None:
-            raise self._failed
-        session = await self._open(request)
+            raise self._failed.with_traceback(None)  # it is raised many times, and would keep every caller's frames
+        session = self._open(request)
         try:
             while True:
                 item = await session.out.get()
-                if isinstance(item, SplitlmError):
-                    raise item
+                if isinstance(item, Exception):
+                    raise item.with_traceback(None)
                 yield item
                 if item.finish is not None:
                     return
         finally:
             self._end(session)
 
-    async def _open(self, request: Request) -> Session:
+    def _open(self, request: Request) -> Session:
         number = self._next_number
         self._next_number += 1
         parts = chunks(len(request.prompt), self._chunk)
@@ -119,29 +119,26 @@ class Head:
         session.arrived_ns = session.asked_ns
         self._sessions[number] = session
         opened = Open(session=number, context=self._context, sampling=request.sampling, logits=request.logits)
-        with_prompt, view = opened, None
+        first, sampler = Frame(opened), Frame(opened)
         if request.sampling.needs_history:
             spec, view = payload.dump(torch.tensor(request.prompt, dtype=torch.int64))
-            with_prompt = Open(
-                session=number, context=self._context, sampling=request.sampling, logits=request.logits, tensors=(spec,)
-            )
-        views = () if view is None else (view,)
+            sampler = Frame(msgspec.structs.replace(opened, tensors=(spec,)), (view,))
         if self._tail is not None:
             # The tail is here, so the prompt does not have to leave this machine for its sampler's sake.
-            await self._runner.run(self._tail.handle, Frame(with_prompt, views))
-            await self._take(await self._runner.run(self._first.handle, Frame(opened)))
+            self._housekeeping.append((self._tail, sampler))
         else:
-            await self._take(await self._runner.run(self._first.handle, Frame(with_prompt, views)))
+            first = sampler
+        self._housekeeping.append((self._first, first))
         self._schedule.ready(number, prefill=True)
         self._work_there.set()
         return session
 
     def _end(self, session: Session) -> None:
-        """Forget a session here and, through a Close frame, everywhere."""
+        """Forget a session here and, through a Close frame that follows its last lap, everywhere."""
         if self._sessions.pop(session.number, None) is None:
             return
         self._schedule.forget(session.number)
-        self._housekeeping.append(Frame(Close(session=session.number)))
+        self._housekeeping.append((self._first, Frame(Close(session=session.number))))
         self._work_there.set()
         self._meter.sink.write(session.record())
 
@@ -173,10 +170,10 @@ class Head:
             await self._take(step)
             return True
         if self._housekeeping:
-            frame = self._housekeeping.popleft()
-            if self._tail is not None:
-                await self._runner.run(self._tail.handle, frame)
-            await self._take(await self._runner.run(self._first.handle, frame))
+            relay, frame = self._housekeeping.popleft()
+            step = await self._runner.run(relay.handle, frame)
+            if relay is self._first:
+                await self._take(step)
             return True
         turn = self._schedule.next(backed_up=self._outbox.qsize() >= BACKLOG_FRAMES)
         if turn is None:
@@ -188,7 +185,8 @@ class Head:
         lap = Lap(step, arrived, turn.prefill, session.bytes_in)
         if session.chunks:
             session.arrived_ns = step.end_ns
-            self._schedule.ready(session.number, prefill=True)
+            if session.number in self._sessions:  # it may have been ended meanwhile
+                self._schedule.ready(session.number, prefill=True)
         else:
             session.pending = lap
         await self._take(step, lap)
@@ -248,22 +246,36 @@ class Head:
             frame = await inbound.receive()
             match frame.header:
                 case Token() as token:
-                    logits = payload.load(token.tensors[0], frame.tensors[0]).clone() if token.tensors else None
+                    logits = self._logits(frame)
                     size, when = frame.nbytes, frame.received_ns
                     frame.release()
                     self._accept(token, logits, when, size)
-                case Hidden() if self._tail is not None:
+                case Hidden() | Close() if self._tail is not None:
                     self._home.append(frame)
                     self._work_there.set()
-                case Open() | Close() if self._tail is not None:
+                case Open() if self._tail is not None:
                     frame.release()  # the tail here was told already
                 case other:
                     raise ProtocolError(
                         f"A {type(other).__name__} frame came home", where=inbound.peer, expected="Token"
                     )
 
+    def _logits(self, frame: Frame) -> torch.Tensor | None:
+        """A copy of the logits that came beside a token, if any did."""
+        if not frame.tensors:
+            return None
+        logits = payload.load(frame.header.tensors[0], frame.tensors[0])
+        if logits.dtype != torch.float32 or logits.shape != (self._first.stage.vocab,):
+            raise ProtocolError(
+                f"Logits of shape {list(logits.shape)} and type {logits.dtype} came with a token",
+                expected=f"[{self._first.stage.vocab}] torch.float32",
+            )
+        return logits.clone()
+
     def _accept(self, header: Token, logits: torch.Tensor | None, when_ns: int, size: int) -> None:
         """A token came home: end the session or start its next lap."""
+        if header.epoch != self._first.epoch:
+            raise ProtocolError(f"A token of epoch {header.epoch} came", expected=f"epoch {self._first.epoch}")
         session = self._sessions.get(header.session)
         if session is None:
             return  # it ended while its last lap was under way
@@ -283,7 +295,11 @@ class Head:
             session.laps_ms.append(tpot)
         if lap is not None and lap.record is not None:
             self._meter.write(lap.record, tpot_ms=tpot, ttft_ms=ttft)
-        session.finish = session.ends_with(header.token, self._context)
+        try:
+            session.finish = session.ends_with(header.token, self._context)
+        except Exception as error:  # noqa: BLE001 - the caller's own ``accept``: its session ends, the others go on
+            session.out.put_nowait(error)
+            return
         session.out.put_nowait(TokenOut(header.token, len(session.tokens) - 1, session.finish, logits))
         if session.finish is None:
             session.arrived_ns, session.bytes_in = when_ns, size

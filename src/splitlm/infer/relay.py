@@ -81,14 +81,26 @@ class Relay:
 
     def _open(self, header: Open, frame: Frame) -> Step:
         now = time.monotonic_ns()
+        prompt = self._prompt(frame) if header.tensors else []
         self.stage.open(header.session)
         self._opened[header.session] = header
         if self.stage.segment.head:
-            prompt = _tensor(frame).tolist() if header.tensors else []
             self._samplers[header.session] = Sampler(header.sampling, prompt)
             return Step(None, (), now, time.monotonic_ns(), header.session)
         copies = [bytes(view) for view in frame.tensors]
         return Step(header, copies, now, time.monotonic_ns(), header.session)
+
+    def _prompt(self, frame: Frame) -> list[int]:
+        """The token ids that an Open frame brings for the sampler."""
+        ids = _tensor(frame)
+        good = ids.dtype == torch.int64 and ids.dim() == 1
+        if not good or bool(((ids < 0) | (ids >= self.stage.vocab)).any()):
+            raise ProtocolError(
+                f"An Open frame brought a prompt of shape {list(ids.shape)} and type {ids.dtype}, or ids out of range",
+                where=str(self.stage.segment),
+                expected=f"[n] torch.int64, ids below {self.stage.vocab}",
+            )
+        return [int(i) for i in ids.tolist()]
 
     def _close(self, session: int) -> Step:
         now = time.monotonic_ns()

@@ -6,7 +6,6 @@ import asyncio
 from collections import deque
 from dataclasses import dataclass, field
 
-from splitlm.core.errors import SplitlmError
 from splitlm.core.sampling import FinishReason
 from splitlm.infer.relay import Step
 from splitlm.infer.request import Request, TokenOut
@@ -44,7 +43,7 @@ class Session:
     request: Request
     asked_ns: int
     chunks: deque[tuple[int, int]]
-    out: asyncio.Queue[TokenOut | SplitlmError] = field(default_factory=asyncio.Queue)
+    out: asyncio.Queue[TokenOut | Exception] = field(default_factory=asyncio.Queue)
     tokens: list[int] = field(default_factory=list)
     arrived_ns: int = 0
     bytes_in: int = 0

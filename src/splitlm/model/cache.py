@@ -8,10 +8,12 @@ sliding-window block keeps the last ``window − 1`` rows; how many tokens it ha
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from transformers.cache_utils import Cache, CacheLayerMixin
+
+from splitlm.core.errors import ProtocolError
 
 GROWTH_ROWS = 64
 
@@ -45,38 +47,64 @@ class BlockKV(CacheLayerMixin):  # type: ignore[misc]
             return 0
         return self._rows * (self._k[0].nbytes + self._v[0].nbytes)
 
+    @property
+    def allocated(self) -> int:
+        """Bytes of the buffers, room to grow included: that of ``max(64, 1/16)`` more rows at most."""
+        return 0 if self._k is None or self._v is None else self._k.nbytes + self._v.nbytes
+
     def update(self, key: torch.Tensor, value: torch.Tensor, *_: Any, **__: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        """Append ``[1, kv_heads, n, head_dim]`` keys and values; return those the new rows may see, same layout."""
-        n = key.shape[2]
-        k, v = self._room(n, key, value)
-        end = self._start + self._rows
+        """Append ``[1, kv_heads, n, head_dim]`` keys and values; return those the new rows may see, same layout.
+
+        What is returned may lie in the buffers: it is valid until the next update.
+
+        Raises:
+            ProtocolError: more than one sequence.
+        """
+        if key.shape[0] != 1:
+            raise ProtocolError(f"{key.shape[0]} sequences came in one step", expected="one session per forward")
+        n, before = key.shape[2], self._rows
+        keep = before + n if self.window is None else min(before + n, self.window - 1)
+        self.seen += n
+        self.is_initialized = True
+        if self._k is None or self._v is None or self._start + before + n > self._k.shape[0]:
+            if before + n > keep + _room(keep) // 2:  # a long prefill into a window: not all its rows will be kept
+                return self._replace(key, value, keep)
+            self._resize(key, value, keep)
+        k, v = cast(torch.Tensor, self._k), cast(torch.Tensor, self._v)
+        first, end = self._start, self._start + before
         k[end : end + n] = key[0].transpose(0, 1)
         v[end : end + n] = value[0].transpose(0, 1)
-        first, last = self._start, end + n
-        self.seen += n
-        self._rows += n
-        if self.window is not None and self._rows > self.window - 1:
-            self._start += self._rows - (self.window - 1)
-            self._rows = self.window - 1
-        self.is_initialized = True
-        return k[first:last].transpose(0, 1).unsqueeze(0), v[first:last].transpose(0, 1).unsqueeze(0)
+        self._start, self._rows = end + n - keep, keep
+        return k[first : end + n].transpose(0, 1).unsqueeze(0), v[first : end + n].transpose(0, 1).unsqueeze(0)
 
-    def _room(self, n: int, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Buffers with space for ``n`` more rows after the kept ones."""
-        need = self._rows + n
-        if self._k is not None and self._v is not None and self._start + need <= self._k.shape[0]:
-            return self._k, self._v
-        size = need + max(GROWTH_ROWS, need // 16)
-        old, kept = (self._k, self._v), slice(self._start, self._start + self._rows)
-        fresh = []
-        for like, before in zip((key, value), old, strict=True):
-            buffer = torch.empty(size, like.shape[1], like.shape[3], dtype=like.dtype, device=like.device)
-            if before is not None:
-                buffer[: self._rows] = before[kept]
+    def _resize(self, key: torch.Tensor, value: torch.Tensor, keep: int) -> None:
+        """Buffers for ``keep`` rows with room to grow, the rows kept so far at their beginning."""
+        kept, self._k, self._v = self._kept(), _buffer(keep, key), _buffer(keep, value)
+        if self._rows:
+            self._k[: self._rows] = kept[0]
+            self._v[: self._rows] = kept[1]
+        self._start = 0
+
+    def _replace(self, key: torch.Tensor, value: torch.Tensor, keep: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keep the last ``keep`` rows in buffers of that size; return the rows kept before and all the new ones."""
+        seen, fresh = [], []
+        for before, new in zip(self._kept(), (key, value), strict=True):
+            rows = new[0].transpose(0, 1)
+            rows = torch.cat([before, rows]) if self._rows else rows.contiguous()
+            buffer = _buffer(keep, new)
+            buffer[:keep] = rows[rows.shape[0] - keep :]
+            seen.append(rows.transpose(0, 1).unsqueeze(0))
             fresh.append(buffer)
         self._k, self._v = fresh
-        self._start = 0
-        return self._k, self._v
+        self._start, self._rows = 0, keep
+        return seen[0], seen[1]
+
+    def _kept(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """The rows kept, ``[rows, kv_heads, head_dim]`` each."""
+        if self._k is None or self._v is None:
+            return torch.empty(0), torch.empty(0)
+        rows = slice(self._start, self._start + self._rows)
+        return self._k[rows], self._v[rows]
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         """Nothing to do: buffers are made by the first update."""
@@ -120,3 +148,13 @@ class SessionCache(Cache):  # type: ignore[misc]
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """See ``BlockKV.update``; ``layer_idx`` is the block's index in the whole model."""
         return self.by_block[layer_idx].update(key_states, value_states)
+
+
+def _room(rows: int) -> int:
+    """Rows to grow by, so that copying costs a constant number of rows per token."""
+    return max(GROWTH_ROWS, rows // 16)
+
+
+def _buffer(rows: int, like: torch.Tensor) -> torch.Tensor:
+    """Memory for ``rows`` rows and room to grow."""
+    return torch.empty(rows + _room(rows), like.shape[1], like.shape[3], dtype=like.dtype, device=like.device)

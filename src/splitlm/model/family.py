@@ -26,6 +26,8 @@ class Family:
         head: attribute of the causal model with the output head.
         positions: attribute of the base with learned positions, added on the first stage only.
         per_block: config lists with one entry per block.
+        scale: attribute of the base by which its forward multiplies whatever enters it, embedded or handed over.
+        refused: config flags that this layout cannot serve.
     """
 
     name: str
@@ -37,10 +39,16 @@ class Family:
     head: str = "lm_head"
     positions: str | None = None
     per_block: tuple[str, ...] = ("layer_types",)
+    scale: str | None = None
+    refused: tuple[str, ...] = ()
 
     def block_prefix(self, index: int) -> str:
         """Prefix of the keys of one block's tensors."""
         return f"{self.base}.{self.layers}.{index}."
+
+    def prefixes(self, *names: str | None) -> tuple[str, ...]:
+        """Prefixes of the keys of some of the base's parts."""
+        return tuple(f"{self.base}.{name}." for name in names if name)
 
     @property
     def embed_key(self) -> str:
@@ -68,7 +76,20 @@ FAMILIES: tuple[Family, ...] = (
         embed="wte",
         norm="ln_f",
         positions="wpe",
+        refused=("add_cross_attention",),
     ),
+    Family("granite", frozenset({"granite"}), scale="embedding_multiplier"),
+    Family("olmo", frozenset({"olmo2", "olmo3"})),
+    Family("phi3", frozenset({"phi3"})),
+    Family("smollm3", frozenset({"smollm3"}), per_block=("layer_types", "no_rope_layers")),
+    Family("stablelm", frozenset({"stablelm"})),
+    Family("starcoder2", frozenset({"starcoder2"})),
+    Family("ministral", frozenset({"ministral"})),
+    Family("cohere2", frozenset({"cohere2"})),
+    Family("exaone4", frozenset({"exaone4"})),
+    Family("seed_oss", frozenset({"seed_oss"})),
+    Family("glm4", frozenset({"glm4"})),
+    Family("arcee", frozenset({"arcee"})),
 )
 
 
@@ -96,10 +117,13 @@ def find_family(model_type: str, override: str = "", where: str = "") -> Family:
 
 
 def check_layout(model: Any, family: Family, where: str = "") -> None:
-    """Make sure that a built model has the parts which its family names.
+    """Make sure that a built model has the parts which its family names, and outside its blocks no other weights.
+
+    A model with further weights (embeddings per layer, projections between parts) needs more than the hidden states
+    that one stage hands to the next; cut along this family's lines it would compute something else.
 
     Raises:
-        UnknownFamilyError: naming the part that is not there.
+        UnknownFamilyError: naming the part that is not there, or the one that is too much.
     """
     base = getattr(model, family.base, None)
     parts = [(model, family.head), (base, family.layers), (base, family.embed), (base, family.norm)]
@@ -107,12 +131,17 @@ def check_layout(model: Any, family: Family, where: str = "") -> None:
         parts.append((base, family.positions))
     if base is None:
         parts.insert(0, (model, family.base))
+    layout = f"the layout of the {family.name} family: {family.base}.{family.layers}, {family.base}.{family.embed}, "
+    layout += f"{family.base}.{family.norm}, {family.head}"
     for owner, name in parts:
         if getattr(owner, name, None) is None:
             raise UnknownFamilyError(
                 f"{type(model).__name__} has no part {name!r}",
                 where=where,
-                expected=f"the layout of the {family.name} family: {family.base}.{family.layers}, "
-                f"{family.base}.{family.embed}, {family.base}.{family.norm}, {family.head}",
+                expected=layout,
                 remedy="Choose another family with --model-family",
             )
+    known = family.prefixes(family.layers, family.embed, family.norm, family.positions)
+    for name, _ in model.named_parameters():
+        if not name.startswith((*known, f"{family.head}.")):
+            raise UnknownFamilyError(f"{type(model).__name__} also has {name!r}", where=where, expected=layout)

@@ -8,42 +8,33 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
-import os
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import torch
 
 from splitlm.core.errors import CheckpointError, ModelMissingError
+from splitlm.model.header import Entry, read_header, read_into
 
-_DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-_DTYPES |= {"I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8}
-_DTYPES |= {"BOOL": torch.bool}
-MAX_HEADER = 100_000_000
 FINGERPRINT_BYTES = 4096
-
-
-class Entry(msgspec.Struct, frozen=True):
-    """Where one tensor lies: its file, absolute byte range, element type and shape."""
-
-    path: Path
-    begin: int
-    end: int
-    dtype: torch.dtype
-    shape: tuple[int, ...]
+_COMPARE_BYTES = 1 << 20
 
 
 class CheckpointIndex:
     """The tensors of a model directory by key. Opened once per process; holds no weights.
+
+    Attributes:
+        folder: the model directory.
+        config: the content of its ``config.json``.
+        entries: where each tensor lies.
+        reads: the keys of all tensors read so far, in order (fingerprints read no tensor).
 
     Args:
         folder: directory with ``config.json`` and safetensors files.
 
     Raises:
         ModelMissingError: a file is not there.
-        CheckpointError: a file is not safetensors, is truncated, or disagrees with the index.
+        CheckpointError: a file is not safetensors, is truncated, or disagrees with the index or with another file.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -58,13 +49,23 @@ class CheckpointIndex:
                 raise CheckpointError(
                     f"The tensor {missing[0]!r} is not in it", where=str(path), expected="what the index file promises"
                 )
+            twice = sorted(found.keys() & self.entries.keys())
+            if twice:
+                raise CheckpointError(
+                    f"The tensor {twice[0]!r} lies in {self.entries[twice[0]].path.name} too",
+                    where=str(path),
+                    expected="every tensor in one file",
+                    remedy="Copy or download the model again",
+                )
             self.entries |= found
 
     def _files(self) -> list[tuple[Path, set[str] | None]]:
         """The safetensors files, with the keys that an index file promises for each."""
         listing = self.folder / "model.safetensors.index.json"
         single = self.folder / "model.safetensors"
-        if listing.is_file() and not single.is_file():
+        if single.is_file():
+            return [(single, None)]
+        if listing.is_file():
             weight_map = read_json(listing).get("weight_map")
             if not isinstance(weight_map, dict) or not weight_map:
                 raise CheckpointError(
@@ -72,12 +73,12 @@ class CheckpointIndex:
                 )
             by_file: dict[str, set[str]] = {}
             for key, name in weight_map.items():
-                if not isinstance(name, str) or Path(name).name != name:
-                    raise CheckpointError(f"{key!r} lies in {name!r}", where=str(listing), expected="a plain file name")
+                if not isinstance(name, str) or Path(name).name != name or not name:
+                    raise CheckpointError(
+                        f"The tensor {key!r} lies in {name!r}", where=str(listing), expected="a plain file name"
+                    )
                 by_file.setdefault(name, set()).add(key)
             return [(self.folder / name, keys) for name, keys in sorted(by_file.items())]
-        if single.is_file():
-            return [(single, None)]
         others = sorted(self.folder.glob("*.safetensors"))
         if len(others) == 1:
             return [(others[0], None)]
@@ -91,6 +92,21 @@ class CheckpointIndex:
     def __contains__(self, key: str) -> bool:
         return key in self.entries
 
+    def entry(self, key: str) -> Entry:
+        """Where a tensor lies.
+
+        Raises:
+            CheckpointError: there is no such tensor.
+        """
+        found = self.entries.get(key)
+        if found is None:
+            raise CheckpointError(
+                f"There is no tensor {key!r}",
+                where=str(self.folder),
+                expected="every tensor of the model that config.json describes",
+            )
+        return found
+
     def read(self, key: str, dtype: torch.dtype | None = None) -> torch.Tensor:
         """One tensor, in memory of its own, 64-byte aligned.
 
@@ -101,19 +117,32 @@ class CheckpointIndex:
         Raises:
             CheckpointError: there is no such tensor, or its file ends early.
         """
-        entry = self.entries.get(key)
-        if entry is None:
-            raise CheckpointError(
-                f"There is no tensor {key!r}", where=str(self.folder), expected="every tensor of the model"
-            )
+        entry = self.entry(key)
         self.reads.append(key)
         tensor = torch.empty(entry.shape, dtype=entry.dtype)
         if tensor.numel():
             read_into(entry.path, entry.begin, tensor.view(-1).view(torch.uint8).numpy().data)
         return tensor if dtype is None or dtype == entry.dtype else tensor.to(dtype)
 
+    def same_content(self, one: str, other: str) -> bool:
+        """Whether two tensors are equal byte for byte; read a MiB at a time, and kept nowhere."""
+        a, b = self.entry(one), self.entry(other)
+        if (a.dtype, a.shape) != (b.dtype, b.shape):
+            return False
+        for at in range(0, a.end - a.begin, _COMPARE_BYTES):
+            left = bytearray(min(_COMPARE_BYTES, a.end - a.begin - at))
+            right = bytearray(len(left))
+            read_into(a.path, a.begin + at, memoryview(left))
+            read_into(b.path, b.begin + at, memoryview(right))
+            if left != right:
+                return False
+        return True
+
     def fingerprint(self) -> str:
-        """SHA-256 over every tensor's key, dtype and shape and its first 4 KiB, in the order of the keys."""
+        """SHA-256 over every tensor's key, dtype and shape and its first 4 KiB, in the order of the keys.
+
+        The same for one file and for many. Not the same for a copy with other keys or in another element type.
+        """
         digest = hashlib.sha256()
         for key, entry in sorted(self.entries.items()):
             digest.update(f"{key}\0{entry.dtype}\0{entry.shape}\0".encode())
@@ -123,10 +152,14 @@ class CheckpointIndex:
         return digest.hexdigest()
 
     def config_hash(self) -> str:
-        """SHA-256 over the config, without the fields that do not change the model."""
-        idle = {"_name_or_path", "_model_name_or_path", "transformers_version", "_from_model_config"}
-        kept = {key: value for key, value in self.config.items() if key not in idle}
-        return hashlib.sha256(json.dumps(kept, sort_keys=True).encode()).hexdigest()
+        """See ``model.config.config_hash``: equal for copies of one model saved by different versions.
+
+        Raises:
+            CheckpointError: transformers cannot read the config.
+        """
+        from splitlm.model.config import hash_of_folder
+
+        return hash_of_folder(self.folder)
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -137,93 +170,15 @@ def read_json(path: Path) -> dict[str, Any]:
         CheckpointError: it is not a JSON object.
     """
     try:
-        data = json.loads(path.read_bytes())
+        data = json.loads(path.read_bytes().decode())
     except OSError as error:
         raise ModelMissingError(
             f"The file cannot be read ({error.strerror})", where=str(path), expected="a model directory with this file"
         ) from error
-    except ValueError as error:
-        raise CheckpointError(f"The file is not JSON ({error})", where=str(path), expected="a JSON object") from error
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(
+            f"The file is not JSON ({str(error)[:240]})", where=str(path), expected="a JSON object"
+        ) from error
     if not isinstance(data, dict):
         raise CheckpointError("The file holds no JSON object", where=str(path), expected="a JSON object")
     return data
-
-
-def read_into(path: Path, offset: int, target: memoryview) -> None:
-    """Fill ``target`` with the bytes of a file from ``offset`` on."""
-    try:
-        with path.open("rb", buffering=0) as file:
-            done = 0
-            while done < target.nbytes:
-                n = os.preadv(file.fileno(), [target[done:]], offset + done)
-                if n == 0:
-                    raise CheckpointError(
-                        f"The file ends at byte {offset + done}",
-                        where=str(path),
-                        expected=f"{target.nbytes} bytes from byte {offset}",
-                        remedy="Copy or download it again",
-                    )
-                done += n
-    except OSError as error:
-        raise CheckpointError(f"The file cannot be read ({error.strerror})", where=str(path)) from error
-
-
-def read_header(path: Path) -> dict[str, Entry]:
-    """The tensors that one safetensors file declares, checked against its size.
-
-    Format: https://huggingface.co/docs/safetensors — eight bytes of header length, a JSON header, the tensors.
-
-    Raises:
-        ModelMissingError: the file is not there.
-        CheckpointError: it is not safetensors, or is truncated.
-    """
-    try:
-        size = path.stat().st_size
-    except OSError as error:
-        raise ModelMissingError(
-            f"The file cannot be read ({error.strerror})",
-            where=str(path),
-            expected="every file that the index names",
-            remedy="Copy or download the model again",
-        ) from error
-    if size < 8:
-        raise _damaged(path, f"The file has {size} bytes")
-    raw = bytearray(8)
-    read_into(path, 0, memoryview(raw))
-    length = int.from_bytes(raw, "little")
-    if length > MAX_HEADER:
-        raise _damaged(path, f"The file is not safetensors: it would have a header of {length} bytes")
-    if 8 + length > size:
-        raise _damaged(path, f"The file has {size} bytes and a header of {length}")
-    raw = bytearray(length)
-    read_into(path, 8, memoryview(raw))
-    try:
-        header = json.loads(raw)
-        items = {key: value for key, value in header.items() if key != "__metadata__"}
-        entries = {key: _entry(path, 8 + length, value) for key, value in items.items()}
-    except (ValueError, AttributeError, KeyError, TypeError) as error:
-        raise _damaged(path, f"The file's header cannot be read ({error})") from error
-    end = max((entry.end for entry in entries.values()), default=8 + length)
-    if end > size:
-        raise CheckpointError(
-            f"The file is truncated: it has {size} bytes",
-            where=str(path),
-            expected=f"{end} bytes",
-            remedy="Copy or download it again",
-        )
-    return entries
-
-
-def _entry(path: Path, base: int, value: dict[str, Any]) -> Entry:
-    begin, end = (int(x) for x in value["data_offsets"])
-    shape = tuple(int(x) for x in value["shape"])
-    dtype = _DTYPES.get(value["dtype"])
-    if dtype is None:
-        raise ValueError(f"element type {value['dtype']} is not supported")
-    if not 0 <= begin <= end or any(side < 0 for side in shape) or end - begin != math.prod(shape) * dtype.itemsize:
-        raise ValueError(f"bytes {begin} to {end} do not hold {dtype} {shape}")
-    return Entry(path, base + begin, base + end, dtype, shape)
-
-
-def _damaged(path: Path, what: str) -> CheckpointError:
-    return CheckpointError(what, where=str(path), expected="a safetensors file", remedy="Copy or download it again")

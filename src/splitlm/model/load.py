@@ -1,4 +1,4 @@
-"""Building segments of a model: only the parts asked for exist, and only their tensors are read.
+"""Loading segments of a model: only the parts asked for exist, and only their tensors are read.
 
 ``--loader shard`` (default) builds on the meta device and reads its own tensors. ``--loader hf`` lets transformers load
 everything and then drops the rest: slower and larger, but independent, so that one loader's mistake cannot hide.
@@ -6,36 +6,36 @@ everything and then drops the rest: slower and larger, but independent, so that 
 
 from __future__ import annotations
 
-import copy
-import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import DynamicCache
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from splitlm.core.cut import Segment
 from splitlm.core.errors import CheckpointError, UnknownFamilyError, UsageError
+from splitlm.model import residency
+from splitlm.model.border import foreign
+from splitlm.model.config import read_config
 from splitlm.model.family import Family, check_layout, find_family
 from splitlm.model.index import CheckpointIndex
+from splitlm.model.skeleton import (
+    BlockFactory,
+    block_factory,
+    build_skeleton,
+    compute_buffers,
+    leave_out,
+    set_blocks,
+)
+from splitlm.model.whole import own_memory, whole_model
 
 Loader = Literal["shard", "hf"]
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-
-
-class _NoPositions(nn.Module):
-    """Stands where learned positions were already added by an earlier stage."""
-
-    def __init__(self, dtype: torch.dtype) -> None:
-        super().__init__()
-        self._zero = torch.zeros((), dtype=dtype)
-
-    def forward(self, _: torch.Tensor) -> torch.Tensor:
-        return self._zero
 
 
 @dataclass
@@ -56,7 +56,7 @@ class Part:
     @property
     def parameters(self) -> int:
         """Number of parameters held; a table that is both embedding and head counts once."""
-        return sum(p.numel() for p in self.module.parameters())
+        return sum({p.data_ptr(): p.numel() for p in self.module.parameters()}.values())
 
     def tensors(self) -> list[torch.Tensor]:
         """Everything held, parameters and buffers."""
@@ -66,21 +66,27 @@ class Part:
 class ModelFiles:
     """One model directory, opened once per process: its config, family and index. Holds no weights.
 
+    Attributes:
+        built: the index of every block built so far, in order.
+
     Args:
         folder: a model directory.
         family: name of a family, where its config does not say.
         dtype: ``auto`` (the checkpoint's own) or a torch element type by name.
+
+    Raises:
+        ModelMissingError: a file is not there.
+        CheckpointError: a file is damaged, or config and tensors do not agree.
+        UnknownFamilyError: the model is of a kind that cannot be cut here.
+        UsageError: ``dtype`` is unknown.
     """
 
     def __init__(self, folder: Path, *, family: str = "", dtype: str = "auto") -> None:
         self.folder = folder
+        self._where = str(folder / "config.json")
         self.index = CheckpointIndex(folder)
-        where = str(folder / "config.json")
-        self.family: Family = find_family(str(self.index.config.get("model_type")), family, where)
-        try:
-            self.config = AutoConfig.from_pretrained(folder, local_files_only=True)
-        except (ValueError, KeyError, OSError, TypeError) as error:
-            raise CheckpointError(f"transformers cannot read the config: {error}", where=where) from error
+        self.family: Family = find_family(str(self.index.config.get("model_type")), family, self._where)
+        self.config = read_config(folder, self.index.config, self.family)
         self.blocks = int(self.config.num_hidden_layers)
         self.hidden = int(self.config.hidden_size)
         self.vocab = int(self.config.vocab_size)
@@ -91,6 +97,9 @@ class ModelFiles:
         plain = f"{self.family.base}."
         # Some published checkpoints keep the base model's keys without its prefix (GPT-2's does).
         self._strip = "" if any(key.startswith(plain) for key in self.index.entries) else plain
+        self._check_blocks()
+        self.windows = self._windows()
+        self._make: BlockFactory | None = None
 
     @property
     def head_cost(self) -> float:
@@ -102,28 +111,59 @@ class ModelFiles:
         return (head.end - head.begin) / block if head is not None and block else 0.0
 
     def _dtype(self, name: str) -> torch.dtype:
+        if name != "auto":
+            if name not in DTYPES:
+                raise UsageError(f"{name!r} is no element type", where="--dtype", expected="auto, " + ", ".join(DTYPES))
+            return DTYPES[name]
         stored = {entry.dtype for entry in self.index.entries.values() if entry.dtype.is_floating_point}
-        if name == "auto":
-            told = getattr(self.config, "dtype", None)
-            if len(stored) == 1 and told is not None and told not in stored:
-                raise CheckpointError(
-                    f"The config says {told} and the tensors are {next(iter(stored))}",
-                    where=str(self.folder),
-                    expected="one element type",
-                    remedy="Choose one with --dtype",
-                )
-            chosen: torch.dtype | None = told or (next(iter(stored)) if len(stored) == 1 else None)
-            if chosen is None or chosen not in DTYPES.values():
-                raise CheckpointError(
-                    f"The checkpoint's element types are {sorted(map(str, stored))}",
-                    where=str(self.folder),
-                    expected="one of " + ", ".join(DTYPES),
-                    remedy="Choose one with --dtype",
-                )
-            return chosen
-        if name not in DTYPES:
-            raise UsageError(f"{name!r} is no element type", where="--dtype", expected="auto, " + ", ".join(DTYPES))
-        return DTYPES[name]
+        told = getattr(self.config, "dtype", None)
+        if told is not None and stored and told not in stored:
+            raise CheckpointError(
+                f"The config says {told} and the tensors are {', '.join(sorted(map(str, stored)))}",
+                where=str(self.folder),
+                expected="one element type",
+                remedy="Choose one with --dtype",
+            )
+        chosen: torch.dtype | None = told if told is not None else next(iter(stored)) if len(stored) == 1 else None
+        if chosen is None or chosen not in DTYPES.values():
+            raise CheckpointError(
+                f"The checkpoint's element types are {', '.join(sorted(map(str, stored)))}",
+                where=str(self.folder),
+                expected="one of " + ", ".join(DTYPES),
+                remedy="Choose one with --dtype",
+            )
+        return chosen
+
+    def _check_blocks(self) -> None:
+        """As many blocks are stored as the config says."""
+        prefix = self.key(f"{self.family.base}.{self.family.layers}.")
+        heads = {key.removeprefix(prefix).split(".", 1)[0] for key in self.index.entries if key.startswith(prefix)}
+        stored = {int(head) for head in heads if head.isascii() and head.isdigit() and len(head) < 6}
+        if stored != set(range(self.blocks)):
+            missing = sorted(set(range(self.blocks)) - stored)
+            raise CheckpointError(
+                f"num_hidden_layers is {self.blocks} and the tensors are those of {len(stored)} blocks",
+                where=self._where,
+                expected=f"tensors {prefix}{missing[0] if missing else self.blocks - 1}.…"
+                + ("" if missing else " and no further block"),
+                remedy="Use the config.json that the weights were saved with",
+            )
+
+    def _windows(self) -> list[int | None]:
+        """The sliding window of each block, as transformers' own cache would choose it."""
+        with foreign("The kinds of layers cannot be told", self._where, "sliding_window and layer_types that agree"):
+            layers = DynamicCache(config=self.config).layers
+        known = {DynamicLayer, DynamicSlidingWindowLayer}
+        if len(layers) != self.blocks or {type(layer) for layer in layers} - known:
+            raise UnknownFamilyError(
+                "The blocks do not all keep keys and values of their own",
+                where=self._where,
+                expected="attention over all tokens or over a sliding window in every block",
+            )
+        windows = [getattr(layer, "sliding_window", None) for layer in layers]
+        if any(window is not None and window < 2 for window in windows):
+            raise CheckpointError(f"sliding_window is {windows}", where=self._where, expected="at least 2")
+        return windows
 
     def key(self, name: str) -> str:
         """The checkpoint's key of a parameter of the causal model."""
@@ -135,199 +175,124 @@ class ModelFiles:
         """The modules of these segments, in order; a table that two of them need is held once.
 
         Raises:
-            CheckpointError: a tensor is missing, of another shape, or one was read that no segment holds.
+            CheckpointError: a tensor is missing, of another shape or element type, or its file is truncated.
+            ModelError: a tensor was read that no segment holds, or a part of one has no tensor.
             UnknownFamilyError: the model does not have its family's layout.
         """
         build = {"shard": self._load_shard, "hf": self._load_whole}[loader]
+        if self.tied and any(segment.head for segment in segments):
+            self._check_tied()
         shared: dict[str, torch.Tensor] = {}
         parts = [build(segment, shared) for segment in segments]
         for part in parts:
-            self._check(part)
+            residency.check_filled(part.module, str(self.folder))
+            residency.check_aligned(part.module, str(self.folder))
+            part.module.requires_grad_(False)
         return parts
 
-    def _sliced(self, blocks: range) -> Any:
-        """The config as the base model must see it: as many layers as we hold, with their kinds."""
-        config = copy.deepcopy(self.config)
-        config.num_hidden_layers = len(blocks)
-        for name in self.family.per_block:
-            values = getattr(self.config, name, None)
-            if isinstance(values, list | tuple) and len(values) == self.blocks:
-                setattr(config, name, [values[i] for i in blocks])
-        return config
+    def load_blocks(self, indices: Sequence[int]) -> list[nn.Module]:
+        """Blocks of the model, each built afresh, weights loaded; nothing here keeps them alive.
 
-    def _skeleton(self) -> Any:
-        """The causal model on meta, with no block in it."""
-        with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(self._sliced(range(0)), dtype=self.dtype)
-        check_layout(model, self.family, str(self.folder))
-        return model.eval()
-
-    def block_factory(self, skeleton: Any) -> Callable[[int], nn.Module]:
-        """A maker of fresh meta blocks; each knows its index in the whole model."""
-        config = copy.deepcopy(self.config)
-        config._attn_implementation = skeleton.config._attn_implementation
-        base = getattr(skeleton, self.family.base)
-        names = list(getattr(type(base), "_no_split_modules", None) or ())
-        module = sys.modules[type(base).__module__]
-        block: Any = next((getattr(module, name) for name in names if hasattr(module, name)), None)
-        if block is None:
-            raise UnknownFamilyError(f"{type(base).__name__} does not name its block class", where=str(self.folder))
-
-        def make(index: int) -> nn.Module:
-            self.built.append(index)
-            default = torch.get_default_dtype()
-            torch.set_default_dtype(self.dtype)
-            try:
-                with torch.device("meta"):
-                    made: nn.Module = block(config, layer_idx=index)
-            finally:
-                torch.set_default_dtype(default)
-            return made.eval()
-
-        return make
+        Raises:
+            CheckpointError: a tensor is missing or damaged, or a block has a buffer that no file holds.
+        """
+        if self._make is None:
+            skeleton = build_skeleton(self.config, self.family, self.dtype, str(self.folder))
+            self._make = block_factory(skeleton, self.config, self.family, self.dtype, str(self.folder))
+        blocks = [self._block(i, {}, {}, {}) for i in indices]
+        for block in blocks:
+            residency.check_filled(block, str(self.folder))
+        return blocks
 
     def _load_shard(self, segment: Segment, shared: dict[str, torch.Tensor]) -> Part:
+        timings = dict.fromkeys(("construct", "read", "assign"), 0.0)
+        where, before = str(self.folder), len(self.index.reads)
         started = time.perf_counter()
-        model = self._skeleton()
-        make = self.block_factory(model)
-        self._leave_out(model, segment)
-        base = getattr(model, self.family.base)
-        setattr(base, self.family.layers, nn.ModuleList([make(i) for i in segment.blocks]))
-        self._set_config(model, segment)
-        compute_buffers(model)
-        built = time.perf_counter()
-        state, read_s = {}, 0.0
-        expected = self._names(model, segment)
-        for name, target in expected.items():
-            key = self.key(name)
-            if key not in shared:
+        model = build_skeleton(self.config, self.family, self.dtype, where)
+        self._make = block_factory(model, self.config, self.family, self.dtype, where)
+        leave_out(model, self.family, segment, self.dtype)
+        compute_buffers(model, where)  # before the weights: it would initialise those of the same module too
+        timings["construct"] += time.perf_counter() - started
+        held = set(shared)
+        keys = self._fill(model, "", shared, timings)
+        blocks = [self._block(i, shared, timings, keys) for i in segment.blocks]
+        started = time.perf_counter()
+        set_blocks(model, self.family, segment, blocks, self.config)
+        timings["construct"] += time.perf_counter() - started
+        residency.check_names(keys, residency.prefixes(self.family, segment), where)
+        residency.check_reads(self.index.reads[before:], set(keys.values()) - held, where)
+        return Part(segment, model, self._windows_of(segment), {k: v * 1e3 for k, v in timings.items()})
+
+    def _block(
+        self, index: int, shared: dict[str, torch.Tensor], timings: dict[str, float], keys: dict[str, str]
+    ) -> nn.Module:
+        """One block, built and filled. Its keys are added to ``keys``, and its times to ``timings``."""
+        if self._make is None:
+            raise RuntimeError("there is no block factory yet")
+        started = time.perf_counter()
+        self.built.append(index)
+        block = self._make(index)
+        timings["construct"] = timings.get("construct", 0.0) + time.perf_counter() - started
+        keys |= self._fill(block, self.family.block_prefix(index), shared, timings)
+        return block
+
+    def _fill(
+        self, module: nn.Module, prefix: str, shared: dict[str, torch.Tensor], timings: dict[str, float]
+    ) -> dict[str, str]:
+        """Load every tensor that a meta module lacks; the keys read or shared, by the whole model's names."""
+        started, read_s = time.perf_counter(), 0.0
+        table = self.key(self.family.embed_key)
+        state: dict[str, torch.Tensor] = {}
+        keys: dict[str, str] = {}
+        targets = module.state_dict(keep_vars=True)
+        for local, target in targets.items():
+            key = self.key(prefix + local)
+            residency.check_entry(key, self.index.entry(key), target)
+            keys[prefix + local] = key
+        for local, target in targets.items():
+            key = keys[prefix + local]
+            tensor = shared.get(key)
+            if tensor is None:
                 before = time.perf_counter()
                 tensor = self.index.read(key, self.dtype if target.is_floating_point() else None)
                 read_s += time.perf_counter() - before
-                if tensor.shape != target.shape:
-                    raise CheckpointError(
-                        f"The tensor {key!r} has shape {list(tensor.shape)}",
-                        where=str(self.folder),
-                        expected=f"{list(target.shape)}, as config.json says",
-                    )
-                if key == self.key(self.family.embed_key) and self.tied:
+                if self.tied and key == table:
                     shared[key] = tensor
-            else:
-                tensor = shared[key]
-            local = self._local_name(name, segment)
             state[local] = tensor
-        model.load_state_dict(state, assign=True, strict=True)
-        done = time.perf_counter()
-        timings = {"construct": built - started, "read": read_s, "assign": done - built - read_s}
-        return Part(segment, model, self._windows(segment), {k: v * 1e3 for k, v in timings.items()})
+        with foreign("The tensors do not fit the model", str(self.folder), "weights that agree with config.json"):
+            module.load_state_dict(state, assign=True, strict=True)
+        timings["read"] = timings.get("read", 0.0) + read_s
+        timings["assign"] = timings.get("assign", 0.0) + time.perf_counter() - started - read_s
+        return keys
 
     def _load_whole(self, segment: Segment, shared: dict[str, torch.Tensor]) -> Part:
         started = time.perf_counter()
-        model = AutoModelForCausalLM.from_pretrained(self.folder, dtype=self.dtype, local_files_only=True).eval()
+        model = whole_model(self.folder, self.dtype)
         check_layout(model, self.family, str(self.folder))
         read = time.perf_counter()
         base = getattr(model, self.family.base)
-        self._leave_out(model, segment)
         kept = list(getattr(base, self.family.layers))[segment.begin : segment.end]
-        setattr(base, self.family.layers, nn.ModuleList(kept))
-        self._set_config(model, segment)
-        moved: dict[int, nn.Parameter] = {}
-        for module in model.modules():
-            for name, param in list(module.named_parameters(recurse=False)):
-                if id(param) not in moved:
-                    moved[id(param)] = nn.Parameter(param.detach().clone(memory_format=torch.contiguous_format), False)
-                setattr(module, name, moved[id(param)])
+        leave_out(model, self.family, segment, self.dtype)
+        set_blocks(model, self.family, segment, kept, self.config)
+        own_memory(model)
         if self.tied and (segment.embed or segment.head):
             holder = getattr(base, self.family.embed) if segment.embed else getattr(model, self.family.head)
             key = self.key(self.family.embed_key)
             holder.weight = nn.Parameter(shared.setdefault(key, holder.weight.detach()), False)
         done = time.perf_counter()
         timings = {"construct": 0.0, "read": (read - started) * 1e3, "assign": (done - read) * 1e3}
-        return Part(segment, model, self._windows(segment), timings)
+        return Part(segment, model, self._windows_of(segment), timings)
 
-    def _leave_out(self, model: Any, segment: Segment) -> None:
-        base = getattr(model, self.family.base)
-        if not segment.embed:
-            setattr(base, self.family.embed, nn.Identity())
-            if self.family.positions:
-                setattr(base, self.family.positions, _NoPositions(self.dtype))
-        if not segment.head:
-            setattr(base, self.family.norm, nn.Identity())
-            setattr(model, self.family.head, nn.Identity())
+    def _windows_of(self, segment: Segment) -> list[int | None]:
+        return [self.windows[i] for i in segment.blocks]
 
-    def _set_config(self, model: Any, segment: Segment) -> None:
-        """Let the base model see the layers it has; the blocks keep the whole model's config."""
-        base = getattr(model, self.family.base)
-        attention = model.config._attn_implementation
-        config = self._sliced(segment.blocks)
-        config._attn_implementation = attention
-        model.config = base.config = config
-        if hasattr(base, "has_sliding_layers"):
-            base.has_sliding_layers = "sliding_attention" in (config.layer_types or ())
-
-    def _names(self, model: Any, segment: Segment) -> dict[str, torch.Tensor]:
-        """Every tensor to be loaded, under the whole model's names."""
-        prefix = f"{self.family.base}.{self.family.layers}."
-        found: dict[str, torch.Tensor] = {}
-        for name, tensor in model.state_dict(keep_vars=True).items():
-            if name.startswith(prefix):
-                local, rest = name.removeprefix(prefix).split(".", 1)
-                name = f"{prefix}{segment.begin + int(local)}.{rest}"
-            found[name] = tensor
-        for name in found:
-            if self.key(name) not in self.index:
-                raise CheckpointError(
-                    f"There is no tensor {self.key(name)!r}",
-                    where=str(self.folder),
-                    expected=f"every tensor of {segment}, as config.json describes the model",
-                )
-        return found
-
-    def _local_name(self, name: str, segment: Segment) -> str:
-        prefix = f"{self.family.base}.{self.family.layers}."
-        if not name.startswith(prefix):
-            return name
-        index, rest = name.removeprefix(prefix).split(".", 1)
-        return f"{prefix}{int(index) - segment.begin}.{rest}"
-
-    def _windows(self, segment: Segment) -> list[int | None]:
-        """The sliding window of each block, as transformers' own cache would choose it."""
-        from transformers import DynamicCache
-
-        layers = DynamicCache(config=self.config).layers
-        return [getattr(layers[i], "sliding_window", None) if layers else None for i in segment.blocks]
-
-    def _check(self, part: Part) -> None:
-        left = [n for n, t in [*part.module.named_parameters(), *part.module.named_buffers()] if t.is_meta]
-        if left:
+    def _check_tied(self) -> None:
+        """A head's matrix that is stored although it is tied must be the embedding's."""
+        head, table = self.family.head_key, self.key(self.family.embed_key)
+        if head in self.index and table in self.index and not self.index.same_content(head, table):
             raise CheckpointError(
-                f"{len(left)} tensors were never filled, the first is {left[0]!r}",
-                where=str(self.folder),
-                expected="every parameter loaded and every buffer computed",
-                remedy="Report it with the model's name; --loader hf may work meanwhile",
+                f"tie_word_embeddings is set, but {head!r} and {table!r} are stored with different values",
+                where=self._where,
+                expected="one table for both",
+                remedy='Set "tie_word_embeddings": false if the model was trained with two',
             )
-        for param in part.module.parameters():
-            param.requires_grad_(False)
-
-
-@torch.no_grad()
-def compute_buffers(model: Any) -> None:
-    """Fill buffers that no checkpoint stores (rotary frequencies, embedding scales), as transformers initialises them.
-
-    Raises:
-        CheckpointError: a buffer that transformers does not know how to fill.
-    """
-    for name, module in model.named_modules():
-        lost = [
-            b for b, t in module.named_buffers(recurse=False) if t.is_meta and b in module._non_persistent_buffers_set
-        ]
-        if not lost:
-            continue
-        for b in lost:
-            blank = torch.empty_like(getattr(module, b), device="cpu")
-            setattr(module, b, blank.fill_(float("nan")) if blank.is_floating_point() else blank.zero_())
-        model._init_weights(module)
-        for b in lost:
-            value = getattr(module, b)
-            if value.is_floating_point() and bool(value.isnan().any()):
-                raise CheckpointError(f"The buffer {name}.{b} could not be computed", expected="a known kind of buffer")

@@ -14,18 +14,29 @@ _NAMES: dict[torch.dtype, DType] = {dtype: cast(DType, name) for name, dtype in 
 
 
 def dump(tensor: torch.Tensor) -> tuple[Spec, memoryview]:
-    """The spec and the bytes of a tensor; the view shares memory with it when it is contiguous and on the CPU."""
+    """The spec and the bytes of a tensor; the view shares memory with it when it is contiguous and on the CPU.
+
+    Raises:
+        ProtocolError: frames cannot carry its element type.
+    """
     flat = tensor.detach().to("cpu").contiguous()
-    return Spec(_NAMES[tensor.dtype], tuple(tensor.shape)), flat.view(-1).view(torch.uint8).numpy().data
+    return Spec(dtype_name(tensor.dtype), tuple(tensor.shape)), flat.view(-1).view(torch.uint8).numpy().data
 
 
 def load(spec: Spec, data: memoryview) -> torch.Tensor:
-    """A tensor that shares memory with a frame's buffer: valid until the frame is released."""
+    """A tensor that shares memory with a frame's buffer: valid until the frame is released.
+
+    A buffer that must not be written to is copied, since torch knows no read-only tensors.
+
+    Raises:
+        ProtocolError: the bytes are not as many as the spec says.
+    """
     if data.nbytes != spec.nbytes:
         raise ProtocolError(f"A tensor of {data.nbytes} bytes came", expected=f"{spec.nbytes} bytes for {spec}")
     if spec.nbytes == 0:
         return torch.empty(spec.shape, dtype=_DTYPES[spec.dtype])
-    return torch.frombuffer(data, dtype=_DTYPES[spec.dtype]).view(spec.shape)
+    own = bytearray(data) if data.readonly or not data.c_contiguous else data
+    return torch.frombuffer(own, dtype=_DTYPES[spec.dtype]).view(spec.shape)
 
 
 def dtype_name(dtype: torch.dtype) -> DType:

@@ -10,6 +10,8 @@ from typing import Any, TypeVar, cast
 
 import torch
 
+from splitlm.core.errors import SplitlmError
+
 T = TypeVar("T")
 _Job = tuple[Callable[..., Any], tuple[Any, ...], asyncio.AbstractEventLoop, "asyncio.Future[Any]"]
 
@@ -24,46 +26,69 @@ class Runner:
     def __init__(self, threads: int = 0) -> None:
         self._threads = threads
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
+        self._handing_over = threading.Lock()
         self._closed = False
         self._thread = threading.Thread(target=self._work, name="splitlm-compute", daemon=True)
         self._thread.start()
 
     async def run(self, work: Callable[..., T], *args: Any) -> T:
-        """Run ``work(*args)`` on the compute thread; its result, or the error it raised."""
+        """Run ``work(*args)`` on the compute thread; its result, or the error it raised.
+
+        A job whose caller was cancelled runs all the same: stages change state in jobs.
+
+        Raises:
+            SplitlmError: the thread was closed before the job's turn.
+        """
         loop = asyncio.get_running_loop()
         future: asyncio.Future[Any] = loop.create_future()
-        self._jobs.put((work, args, loop, future))
+        with self._handing_over:  # no job comes behind the last one
+            if self._closed:
+                raise _closed()
+            self._jobs.put((work, args, loop, future))
         return cast(T, await future)
 
     def close(self, timeout: float = 30.0) -> None:
-        """Let the job at hand finish, drop the others, end the thread."""
-        if not self._closed:
-            self._closed = True
-            self._jobs.put(None)
+        """Let the job at hand finish, fail the others, end the thread."""
+        with self._handing_over:
+            if not self._closed:
+                self._closed = True
+                self._jobs.put(None)
+        if threading.current_thread() is not self._thread:
             self._thread.join(timeout)
 
     def _work(self) -> None:
         if self._threads:
             torch.set_num_threads(self._threads)
         while (job := self._jobs.get()) is not None:
-            if self._closed:
-                continue
             work, args, loop, future = job
-            try:
-                result, error = work(*args), None
-            except BaseException as raised:  # noqa: BLE001 - handed to the caller, who awaits it
-                result, error = None, raised
+            result: Any = None
+            error: BaseException | None = None
+            if self._closed:
+                error = _closed()
+            else:
+                try:
+                    result = work(*args)
+                except BaseException as raised:  # noqa: BLE001 - handed to the caller, who awaits it
+                    error = raised
             try:
                 loop.call_soon_threadsafe(_settle, future, result, error)
             except RuntimeError:
-                return  # the loop is closed: nobody waits any more
+                pass  # the loop is closed: nobody waits for this one any more
             del job, work, args, future, result, error
+
+
+def _closed() -> SplitlmError:
+    return SplitlmError("The compute thread was closed before this job ran", expected="jobs before close()")
 
 
 def _settle(future: asyncio.Future[Any], result: Any, error: BaseException | None) -> None:
     if future.done():
         return
-    if error is not None:
+    if isinstance(error, StopIteration):  # which no future can carry
+        wrapped = RuntimeError("the job raised StopIteration")
+        wrapped.__cause__ = error
+        future.set_exception(wrapped)
+    elif error is not None:
         future.set_exception(error)
     else:
         future.set_result(result)

@@ -11,13 +11,14 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, DynamicCache
+from transformers import DynamicCache
 
 from splitlm.core.cut import make_cut
 from splitlm.core.sampling import Sampling
 from splitlm.model.load import Loader, ModelFiles
 from splitlm.model.sampling import Sampler
 from splitlm.model.stage import build_stages
+from splitlm.model.whole import own_memory, whole_model
 
 
 class Uncut:
@@ -36,11 +37,8 @@ class Uncut:
         if loader == "shard":
             (self._stage,) = build_stages(files, make_cut(files.blocks, ()).segments)
             return
-        model = AutoModelForCausalLM.from_pretrained(files.folder, dtype=files.dtype, local_files_only=True).eval()
-        # Other sums come out of memory that is aligned otherwise, so every loader copies into torch's own.
-        for param in model.parameters():
-            param.data = param.data.clone(memory_format=torch.contiguous_format)
-        self._model = model
+        self._model = model = whole_model(files.folder, files.dtype)
+        own_memory(model)
         self._cache_name = "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
 
     @torch.inference_mode()

@@ -48,6 +48,8 @@ def build_node(files: ModelFiles, cut: Cut, node: int, name: str, settings: Buil
     Raises:
         CheckpointError: see ``ModelFiles.load``.
     """
+    if settings.threads:
+        torch.set_num_threads(settings.threads)  # here, since a stage learns the number after its thread began
     before = peak_rss_bytes()
     segments = cut.held_by(node)
     stages = build_stages(files, segments, loader=settings.loader)

@@ -6,9 +6,11 @@ import os
 import socket
 
 import splitlm
+from splitlm.core.errors import PeerRefusedError
 from splitlm.model.load import ModelFiles
 from splitlm.model.payload import dtype_name
 from splitlm.model.text import tokenizer_hash
+from splitlm.wire.channel import Channel
 from splitlm.wire.frame import PROTOCOL
 from splitlm.wire.handshake import Claims
 
@@ -23,8 +25,17 @@ def stranger(name: str) -> Claims:
     return Claims(node=name, version=splitlm.__version__, protocol=PROTOCOL)
 
 
-def claims_for(name: str, files: ModelFiles, epoch: int) -> Claims:
-    """The claims of a node that has opened its model: hashes of config, weights and tokenizer (data plane)."""
+def process_of(name: str) -> int:
+    """The process id in a name of ``node_name``; 0 where there is none."""
+    number = name.rpartition(":")[2]
+    return int(number) if number.isascii() and number.isdigit() else 0
+
+
+def claims_for(name: str, files: ModelFiles, *, ring: str, place: int, epoch: int) -> Claims:
+    """The claims of a node that has opened its model: hashes of config, weights and tokenizer (data plane).
+
+    Reads the first bytes of every tensor: not for the event loop.
+    """
     return Claims(
         node=name,
         version=splitlm.__version__,
@@ -33,5 +44,22 @@ def claims_for(name: str, files: ModelFiles, epoch: int) -> Claims:
         weights=files.index.fingerprint(),
         tokenizer=tokenizer_hash(files.folder),
         dtype=dtype_name(files.dtype),
+        ring=ring,
+        place=place,
         epoch=epoch,
     )
+
+
+def check_place(channel: Channel, place: int) -> None:
+    """Refuse a neighbour that is not the next in the ring: hidden states look the same in any order.
+
+    Raises:
+        PeerRefusedError: both numbers are named.
+    """
+    if channel.claims.place != place:
+        raise PeerRefusedError(
+            f"Node {channel.claims.place} is at the other end of this link",
+            where=channel.peer,
+            expected=f"node {place}",
+            remedy="Check the --send and --recv addresses: each stage sends to the one that holds the next blocks",
+        )

@@ -4,24 +4,27 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 from splitlm.bus.base import Spoke
+from splitlm.bus.line import BEATS, TIMEOUT_S
 from splitlm.bus.star import StarSpoke
 from splitlm.core.cut import Cut
 from splitlm.core.errors import CutError, NetworkError, PeerLostError, ProtocolError, SplitlmError
-from splitlm.core.groups import first_error
-from splitlm.core.messages import Assign, Connect, Join, Loaded, Ready, Report, Stop, Trouble
+from splitlm.core.errors import from_exit_code as reported
+from splitlm.core.groups import fault, first_error
+from splitlm.core.messages import Assign, Connect, Join, Loaded, Message, Ready, Report, Stop, Trouble, trouble
 from splitlm.infer.meter import Meter
 from splitlm.infer.relay import Relay
 from splitlm.link import tcp
 from splitlm.model.load import ModelFiles
 from splitlm.model.runner import Runner
 from splitlm.node.build import BuildSettings, Built, build_node
-from splitlm.node.identity import claims_for, node_name, stranger
+from splitlm.node.identity import check_place, claims_for, node_name, stranger
 from splitlm.telemetry.memory import peak_rss_bytes
 from splitlm.telemetry.sinks import NullTrace, Sink, Trace, trace_path
 from splitlm.wire.channel import Channel
@@ -30,6 +33,10 @@ from splitlm.wire.handshake import Identity
 
 GRACE_S = 1.0
 """How long a stage whose neighbour went away waits for the head's word that the ring is over."""
+PARENT_POLL_S = 0.5
+LAST_WORDS_S = 1.0
+RUNNER_S = 5.0
+"""How long a leaving stage waits for the step or the load at hand."""
 MIB = 2**20
 
 
@@ -53,6 +60,8 @@ class StageSettings:
         model: own name of the model, where the head's means nothing on this machine.
         token: join secret.
         deadline_s: how long to wait for the head, and for neighbours.
+        ctrl_timeout_s: silence of the head after which it counts as lost.
+        parent: the process that started this one for its own ring, which has no use without it; 0 for none.
         listen: address for the data listener; an empty host means the one that faces the head.
         advertise: host that the previous node can reach, where it is not the one the head sees.
         threads: intra-op threads; 0 takes the head's word.
@@ -66,6 +75,8 @@ class StageSettings:
     model: str = ""
     token: str = ""
     deadline_s: float = 60.0
+    ctrl_timeout_s: float = TIMEOUT_S
+    parent: int = 0
     listen: tuple[str, int] = ("", 0)
     advertise: str = ""
     threads: int = 0
@@ -87,13 +98,27 @@ async def run_stage(settings: StageSettings) -> None:
     host, port = settings.head
     identity = Identity(stranger(name), settings.token)
     settings.say(f"joining the head at {host}:{port}")
-    channel = await tcp.connect(host, port, identity, "control", deadline_s=settings.deadline_s, who="the head")
-    spoke = StarSpoke(channel)
-    member = _Member(settings, spoke, name, channel.local_host)
     try:
-        await member.run()
-    finally:
-        await spoke.close()
+        async with asyncio.TaskGroup() as group:
+            orphaned = group.create_task(_watch_parent(settings.parent)) if settings.parent else None
+            channel = await tcp.connect(host, port, identity, "control", deadline_s=settings.deadline_s, who="the head")
+            silence = settings.ctrl_timeout_s
+            spoke = StarSpoke(channel, heartbeat_s=silence / BEATS, timeout_s=silence)
+            try:
+                await _Member(settings, spoke, name, channel.local_host).run()
+            finally:
+                await spoke.close()
+            if orphaned is not None:
+                orphaned.cancel()
+    except* SplitlmError as errors:
+        raise first_error(errors) from None
+
+
+async def _watch_parent(parent: int) -> None:
+    """Where the head was killed before this stage could join it, nothing would tell it so but the deadline."""
+    while os.getppid() == parent:
+        await asyncio.sleep(PARENT_POLL_S)
+    raise PeerLostError(f"The head's process {parent} ended, which had started this stage")
 
 
 class _Member:
@@ -108,22 +133,39 @@ class _Member:
         self._sink: Sink = NullTrace()
         self._meter: Meter | None = None
         self._built: Built | None = None
+        self._links: list[Channel] = []
 
     async def run(self) -> None:
+        """Join, serve, leave; see ``run_stage``."""
+        try:
+            await self._take_part()
+        except SplitlmError as error:
+            await self._tell(trouble(error))
+            raise
+        except ExceptionGroup as faults:
+            await self._tell(trouble(fault(faults)))
+            raise
+        except asyncio.CancelledError:
+            await self._tell(trouble(NetworkError("It was stopped on its own machine")))
+            raise
+        finally:
+            await asyncio.to_thread(self._runner.close, RUNNER_S)
+            self._finish_trace()
+        await self._tell(self._report())
+
+    async def _tell(self, message: Message) -> None:
+        """Last words: whether they arrive is not this stage's concern any more."""
+        with contextlib.suppress(NetworkError, TimeoutError):
+            async with asyncio.timeout(LAST_WORDS_S):
+                await self._spoke.send(message)
+
+    async def _take_part(self) -> None:
         try:
             async with asyncio.TaskGroup() as group:
                 work = group.create_task(self._work())
                 group.create_task(self._listen(work))
         except* SplitlmError as errors:
-            error = first_error(errors)
-            with contextlib.suppress(NetworkError):
-                await self._spoke.send(Trouble(error.exit_code, str(error)))
-            raise error from None
-        finally:
-            self._runner.close()
-            self._finish_trace()
-        with contextlib.suppress(NetworkError):
-            await self._spoke.send(self._report())
+            raise first_error(errors) from None
 
     async def _listen(self, work: asyncio.Task[None]) -> None:
         """Hear the head until it says Stop."""
@@ -136,8 +178,8 @@ class _Member:
                 case Stop():
                     work.cancel()
                     return
-                case Trouble(text=text):
-                    raise NetworkError(f"The head gave up: {text}".rstrip(". "))
+                case Trouble(code=code, text=text):
+                    raise reported(code, f"The head gave up: {text}")
                 case other:
                     raise ProtocolError(
                         f"A {type(other).__name__} message came from the head", expected="Assign, Connect or Stop"
@@ -149,16 +191,14 @@ class _Member:
         assign = await self._assign
         self._check(assign.cut, assign.node)
         self._settings.say(f"stage {assign.node}: loading {'; '.join(map(str, assign.cut.held_by(assign.node)))}")
-        files, built = await self._runner.run(self._build, assign)
+        identity, built = await self._runner.run(self._build, assign)
         self._built = built
         if self._settings.trace_dir is not None:
             self._sink = Trace(trace_path(self._settings.trace_dir, assign.node))
         self._sink.write(built.meta)
         self._meter = Meter(assign.node, self._sink, assign.cut.epoch)
-        claims = claims_for(f"stage {assign.node} ({self._name})", files, assign.cut.epoch)
-        identity = Identity(claims, self._settings.token)
-        inbound, outbound = await self._link(assign, identity, built)
         try:
+            inbound, outbound = await self._link(assign, identity, built)
             await self._spoke.send(Ready())
             self._settings.say(f"stage {assign.node}: ready")
             await self._serve(built.relays[0], inbound, outbound, self._meter)
@@ -166,9 +206,10 @@ class _Member:
             await asyncio.sleep(GRACE_S)
             raise
         finally:
-            await asyncio.gather(inbound.close(), outbound.close())
+            await asyncio.gather(*(link.close() for link in self._links))
 
-    def _build(self, assign: Assign) -> tuple[ModelFiles, Built]:
+    def _build(self, assign: Assign) -> tuple[Identity, Built]:
+        """Load this stage's segments, and read what it is to claim of its model. Runs on the compute thread."""
         folder = self._settings.resolve(self._settings.model or assign.model)
         files = ModelFiles(folder, family=assign.family, dtype=assign.dtype)
         settings = BuildSettings(
@@ -177,14 +218,18 @@ class _Member:
             self._settings.threads or assign.threads,
             assign.pace_ms,
         )
-        return files, build_node(files, assign.cut, assign.node, self._name, settings)
+        built = build_node(files, assign.cut, assign.node, self._name, settings)
+        name = f"stage {assign.node} ({self._name})"
+        claims = claims_for(name, files, ring=assign.ring, place=assign.node, epoch=assign.cut.epoch)
+        return Identity(claims, self._settings.token), built
 
     def _check(self, cut: Cut, node: int) -> None:
         if not 0 < node < cut.stages:
             raise ProtocolError(f"The head assigned node {node} of {cut.stages}", expected="a node after the head")
         place = self._settings.place
         held = cut.held_by(node)[0]
-        if place and (held.begin, held.end) != (place.begin, place.end if place.end >= 0 else cut.blocks):
+        last = node == cut.stages - 1
+        if place and (held.begin != place.begin or (held.end != place.end and not (place.end < 0 and last))):
             raise CutError(f"The head's cut gives this stage {held}", expected=f"blocks [{place.begin}, {place.end})")
 
     async def _link(self, assign: Assign, identity: Identity, built: Built) -> tuple[Channel, Channel]:
@@ -203,11 +248,11 @@ class _Member:
                 told = await self._connect
                 host, port = place.send if place else (told.host or self._spoke.hub_host, told.port)
                 who = f"node {after}" if after else "the head"
-                return await tcp.connect(host, port, identity, "data", deadline_s=deadline, who=who)
+                return self._keep(await tcp.connect(host, port, identity, "data", deadline_s=deadline, who=who), after)
 
             async def answer() -> Channel:
                 await self._connect  # before it nobody dials; the others may still be loading
-                return await listener.accept(deadline_s=deadline, who=before)
+                return self._keep(await listener.accept(deadline_s=deadline, who=before), assign.node - 1)
 
             async with asyncio.TaskGroup() as group:
                 dialled, answered = group.create_task(dial()), group.create_task(answer())
@@ -216,6 +261,12 @@ class _Member:
             raise first_error(errors) from None
         finally:
             await listener.close()
+
+    def _keep(self, link: Channel, place: int) -> Channel:
+        """A link that was made: it is closed when this stage leaves, and its other end must be this node."""
+        self._links.append(link)
+        check_place(link, place)
+        return link
 
     async def _serve(self, relay: Relay, inbound: Channel, outbound: Channel, meter: Meter) -> None:
         """Receive, run, send."""

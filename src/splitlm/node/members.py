@@ -5,14 +5,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import ipaddress
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
 from splitlm.bus.base import Event, Hub, PeerCame, PeerGone
 from splitlm.core.cut import Cut, make_cut
-from splitlm.core.errors import CutError, NetworkError, PeerLostError, PeerMissingError, ProtocolError
+from splitlm.core.errors import CutError, NetworkError, PeerLostError, PeerMissingError, ProtocolError, SplitlmError
 from splitlm.core.errors import from_exit_code as reported
-from splitlm.core.messages import Assign, Connect, Join, Loaded, Ready, Report, Stop, Trouble
+from splitlm.core.messages import Assign, Connect, Join, Loaded, Message, Ready, Report, Stop, Trouble, trouble
 from splitlm.link.address import describe
 from splitlm.node.settings import RingSettings
 
@@ -37,10 +37,17 @@ class Members:
 
     Args:
         say: takes one line of progress.
+        fate: what this machine knows of a lost stage's end, by its name; empty for nothing.
     """
 
-    def __init__(self, hub: Hub, settings: RingSettings, say: Callable[[str], None]) -> None:
-        self._hub, self._settings, self._say = hub, settings, say
+    def __init__(
+        self,
+        hub: Hub,
+        settings: RingSettings,
+        say: Callable[[str], None],
+        fate: Callable[[str], Awaitable[str]] | None = None,
+    ) -> None:
+        self._hub, self._settings, self._say, self._fate = hub, settings, say, fate
         self._changed = asyncio.Condition()
         self._members: dict[str, Member] = {}
         self._complete = False
@@ -69,21 +76,22 @@ class Members:
                 pass
             case Join() as join if member is None:
                 if self._complete:
-                    await self._hub.send(peer, Trouble(NetworkError.exit_code, "The ring is complete"))
+                    await self._turn_away(peer)
                 else:
                     self._members[peer] = Member(peer, join)
-            case Loaded() as loaded if member:
+            case Loaded() as loaded if member and member.node and member.loaded is None:
                 member.loaded = loaded
-            case Ready() if member:
+            case Ready() if member and member.loaded and not member.ready:
                 member.ready = True
-            case Trouble(code=code, text=text) if member:
+            case Trouble(code=code, text=text) if member and member.node:
                 raise reported(code, f"{member} stopped: {text}")
-            case PeerGone() if member is None:
-                pass
-            case PeerGone(reason=reason) if member:
-                if member.node:
-                    raise PeerLostError(f"{member} is gone: {reason}".rstrip(". "))
-                del self._members[peer]
+            case PeerGone(reason=reason) if member and member.node:
+                fate = await self._fate(member.join.name) if self._fate else ""
+                raise PeerLostError(f"{member} is gone: {f'its process {fate}' if fate else reason}".rstrip(". "))
+            case PeerGone() | Trouble():
+                # It has no part in the ring yet, or never had one: the others go on without it.
+                if self._members.pop(peer, None) is not None:
+                    self._say(f"{member} left")
             case other:
                 await self._hub.drop(peer)
                 if member is not None:
@@ -103,32 +111,57 @@ class Members:
         if cut is not None:
             count = cut.stages - 1
             await self._until(
-                lambda: len(self._members) >= count, f"{count} stages", lambda: f"{len(self._members)} came"
+                lambda: len(self._members) >= count,
+                f"{count} stage{'s' * (count > 1)}",
+                lambda: f"{len(self._members)} came",
             )
-            chosen = list(self._members.values())
-            for extra in chosen[count:]:
-                with contextlib.suppress(NetworkError):
-                    await self._hub.send(extra.peer, Trouble(NetworkError.exit_code, "The ring is complete"))
-            chosen = chosen[:count]
+            chosen, extra = list(self._members.values())[:count], list(self._members)[count:]
+            for peer in extra:
+                del self._members[peer]
+                await self._turn_away(peer)
             if any(member.join.begin is not None for member in chosen):
                 raise CutError(
                     "A stage came with a fixed place (--layer-begin), and the head gives the places",
                     remedy="Give the head its own --layer-begin and --layer-end, or start the stage with --join",
                 )
         else:
-            await self._until(lambda: self._tiles(blocks), "stages that hold every block", self._held)
-            chosen = sorted(self._members.values(), key=lambda m: m.join.begin or 0)
-            last = chosen[-1].join.end
-            tail = blocks - last if self._settings.private and last is not None and last >= 0 else 0
-            edges = [m.join.begin or 0 for m in chosen]
-            cut = make_cut(blocks, edges, private=self._settings.private, tail_blocks=tail)
+            cut, chosen = await self._tile(blocks)
         self._complete = True
         for node, member in enumerate(chosen, start=1):
             member.node = node
         return cut
 
-    def _tiles(self, blocks: int) -> bool:
-        """Whether the fixed places that came, with the head's own, leave no block out."""
+    async def _turn_away(self, peer: str) -> None:
+        with contextlib.suppress(NetworkError):
+            await self._hub.send(peer, trouble(NetworkError("The ring is complete")))
+
+    async def _tile(self, blocks: int) -> tuple[Cut, list[Member]]:
+        """Wait until the places that stages bring, with the head's own, hold every block."""
+        settings = self._settings
+        end = blocks - settings.tail_blocks
+        if not 0 <= (settings.static or 0) < end:
+            raise CutError(
+                f"The head's own place ends at block {settings.static}",
+                where="--layer-end",
+                expected=f"a number below {end}, so that blocks are left for the other stages",
+            )
+        try:
+            await self._until(lambda: self._first_gap(end) == end, "stages that hold every block", self._held)
+        except PeerMissingError as late:
+            if not self._members:
+                raise
+            raise CutError(
+                f"{late.what}: nobody holds block {self._first_gap(end)}",
+                where=late.where,
+                expected=f"places that hold the blocks from {settings.static or 0} to {end - 1}, each once",
+                remedy="Start the stage that is missing, or change --layer-begin and --layer-end",
+            ) from None
+        chosen = sorted(self._members.values(), key=lambda m: m.join.begin or 0)
+        edges = [m.join.begin or 0 for m in chosen]
+        return make_cut(blocks, edges, private=settings.private, tail_blocks=settings.tail_blocks), chosen
+
+    def _first_gap(self, blocks: int) -> int:
+        """The first block that neither the head nor a stage that came holds; ``blocks`` when there is none."""
         at = self._settings.static or 0
         for member in sorted(self._members.values(), key=lambda m: m.join.begin or 0):
             begin, end = member.join.begin, member.join.end
@@ -139,16 +172,19 @@ class Members:
                 )
             if begin < at:
                 raise CutError(f"{member} holds blocks from {begin}", expected=f"{at}, where the stage before it ends")
+            end = end if end >= 0 else blocks
+            if not begin < end <= blocks:
+                raise CutError(f"{member} holds blocks [{begin}, {end})", expected=f"blocks below {blocks}")
             if begin > at:
-                return False
-            at = end if end >= 0 else blocks
-        return at == blocks or (self._settings.private and bool(self._members))
+                break
+            at = end
+        return at
 
     def _held(self) -> str:
         places = [f"[{m.join.begin}, {m.join.end})" for m in self._members.values()]
         return f"besides the head, they hold {', '.join(places) or 'nothing'}"
 
-    async def assign(self, cut: Cut, dtype: str) -> None:
+    async def assign(self, cut: Cut, dtype: str, ring: str) -> None:
         """Tell every stage its place and how to build it."""
         settings = self._settings
         for member in self.placed:
@@ -165,6 +201,7 @@ class Members:
                     threads=settings.threads,
                     deadline_s=settings.deadline_s,
                     pace_ms=settings.pace_ms,
+                    ring=ring,
                 ),
             )
 
@@ -223,21 +260,31 @@ class Members:
                 remedy="Start the missing stages with splitlm stage --join, or raise --deadline",
             ) from None
 
-    async def dismiss(self, timeout_s: float) -> None:
-        """Tell the stages to stop and hear their reports, for so long at most."""
-        waiting = set()
-        for member in self._members.values():
-            with contextlib.suppress(NetworkError):
-                await self._hub.send(member.peer, Stop())
-                waiting.add(member.peer)
+    async def dismiss(self, timeout_s: float, ended: SplitlmError | None) -> set[str]:
+        """Tell the stages to stop, or why the head gives up, and hear their reports; for so long at most.
+
+        Returns:
+            The names of the stages that answered or went.
+        """
+        word = Stop() if ended is None else trouble(ended)
+        waiting = set(self._members)
         with contextlib.suppress(NetworkError, TimeoutError):
             async with asyncio.timeout(timeout_s):
-                while waiting:
+                lost = {peer for peer in self._members if not await self._told(peer, word)}
+                while waiting - lost:
                     peer, event = await self._hub.receive()
                     if isinstance(event, Report) and peer in self._members:
                         self._members[peer].report = event
                     if isinstance(event, PeerGone | Report | Trouble):
                         waiting.discard(peer)
+        return {member.join.name for peer, member in self._members.items() if peer not in waiting}
+
+    async def _told(self, peer: str, word: Message) -> bool:
+        try:
+            await self._hub.send(peer, word)
+        except NetworkError:
+            return False
+        return True
 
 
 def _is_loopback(host: str) -> bool:

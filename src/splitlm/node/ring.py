@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+import secrets
+from collections.abc import Awaitable, Callable, Coroutine
+from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
+from typing import Any, TypeVar
 
 import msgspec
 
+from splitlm.bus.line import BEATS
 from splitlm.bus.star import StarHub
 from splitlm.core.cut import Cut
 from splitlm.core.errors import NetworkError, PeerLostError, SplitlmError
-from splitlm.core.groups import first_error
+from splitlm.core.groups import fault, first_error
 from splitlm.infer.head import Head
 from splitlm.infer.meter import Meter
 from splitlm.link import tcp
@@ -20,21 +24,26 @@ from splitlm.model.load import ModelFiles
 from splitlm.model.payload import dtype_name
 from splitlm.model.runner import Runner
 from splitlm.node.build import BuildSettings, Built, build_node
-from splitlm.node.identity import claims_for, node_name, stranger
+from splitlm.node.identity import check_place, claims_for, node_name, process_of, stranger
 from splitlm.node.members import Members
 from splitlm.node.processes import StageProcess, end_all
 from splitlm.node.settings import RingSettings, StageReport, choose_cut
 from splitlm.telemetry.memory import peak_rss_bytes
 from splitlm.telemetry.sinks import NullTrace, Sink, Trace, trace_path
 from splitlm.wire.channel import Channel
-from splitlm.wire.handshake import Identity
+from splitlm.wire.handshake import Claims, Identity
 
 GRACE_S = 1.0
 """How long the loss of a link waits for the control plane, which may know the reason."""
 REPORT_S = 3.0
+"""How long a stage that was told to stop may take to answer."""
+HURRY_S = 0.5
+"""Grace of a local stage that did not answer."""
 POLL_S = 0.2
+REAP_S = 0.02
 MIB = 2**20
 
+T = TypeVar("T")
 Spawn = Callable[[int, int], list[StageProcess]]
 """``spawn(port, count)`` starts so many stage processes that join the head at this port."""
 
@@ -53,6 +62,7 @@ class RingHost:
 
     Attributes:
         reports: what each node held and did, once ``serve`` has ended.
+        broken: why it broke, from the moment at which that is known.
     """
 
     settings: RingSettings
@@ -61,6 +71,7 @@ class RingHost:
     reports: list[StageReport] = field(default_factory=list)
     cut: Cut | None = None
     files: ModelFiles | None = None
+    broken: SplitlmError | None = None
 
     def __post_init__(self) -> None:
         loop = asyncio.get_running_loop()
@@ -68,6 +79,7 @@ class RingHost:
         self.stop = asyncio.Event()
         self._processes: list[StageProcess] = []
         self._name = node_name("head")
+        self._ring = secrets.token_hex(8)
         self._runner = Runner(self.settings.threads)
         self._hub: StarHub | None = None
         self._members: Members | None = None
@@ -88,7 +100,7 @@ class RingHost:
         Raises:
             SplitlmError: it could not be formed, or broke.
         """
-        ended: SplitlmError = NetworkError("The ring was closed")
+        ended: SplitlmError | None = None
         try:
             async with asyncio.TaskGroup() as group:
                 group.create_task(self._live(group))
@@ -98,15 +110,25 @@ class RingHost:
         except* SplitlmError as errors:
             ended = first_error(errors)
             raise ended from None
+        except* Exception as faults:
+            ended = fault(faults)
+            raise
         finally:
+            self.broken = ended
+            told = ended or NetworkError("The ring was closed")
             if self._head is not None:
-                self._head.fail(ended)
+                self._head.fail(told)
             try:
-                await asyncio.shield(self._leave())
+                await asyncio.shield(self._leave(ended))
             finally:
                 if not self.started.done():
-                    self.started.set_exception(ended)
+                    self.started.set_exception(told)
                     self.started.exception()  # whoever waits sees it; nobody has to
+
+    def kill(self) -> None:
+        """End the local stages at once. From any thread, when there is no time for ``serve`` to end in order."""
+        for process in self._processes:
+            process.end()
 
     async def _stop_when_told(self) -> None:
         await self.stop.wait()
@@ -129,7 +151,7 @@ class RingHost:
         self._meter = Meter(0, self._sink, cut.epoch)
         inbound = outbound = None
         if self._members is not None:
-            claims = await self._runner.run(claims_for, f"the head ({self._name})", files, cut.epoch)
+            claims = await self._runner.run(self._claims, files, cut)
             inbound, outbound = await self._link(self._members, cut, Identity(claims, settings.token))
         self._head = Head(
             built.relays,
@@ -148,13 +170,17 @@ class RingHost:
     def _open(self) -> ModelFiles:
         return ModelFiles(self.settings.folder, family=self.settings.family, dtype=self.settings.dtype)
 
+    def _claims(self, files: ModelFiles, cut: Cut) -> Claims:
+        return claims_for(f"the head ({self._name})", files, ring=self._ring, place=0, epoch=cut.epoch)
+
     async def _gather(self, group: asyncio.TaskGroup, cut: Cut | None, files: ModelFiles) -> Cut:
         """Open the control plane, start or await the stages, and tell each its place."""
         settings = self.settings
         identity = Identity(stranger(self._name), settings.token)
         listener = await tcp.listen(*settings.listen, identity, "control", expect_peer="a stage")
-        self._hub = StarHub(listener)
-        members = self._members = Members(self._hub, settings, self.say)
+        silence = settings.ctrl_timeout_s
+        self._hub = StarHub(listener, heartbeat_s=silence / BEATS, timeout_s=silence)
+        members = self._members = Members(self._hub, settings, self.say, self._fate)
         group.create_task(members.watch())
         if self.spawn is not None and cut is not None:
             self._processes = self.spawn(listener.port, cut.stages - 1)
@@ -162,7 +188,7 @@ class RingHost:
         else:
             self.say(f"stages can join at {describe((listener.host, listener.port))}")
         cut = await members.gather(cut, files.blocks)
-        await members.assign(cut, dtype_name(files.dtype))
+        await members.assign(cut, dtype_name(files.dtype), self._ring)
         return cut
 
     async def _link(self, members: Members, cut: Cut, identity: Identity) -> tuple[Channel, Channel]:
@@ -178,24 +204,30 @@ class RingHost:
             await members.introduce(data.port)
             host, port = settings.send if settings.send[1] else members.address(members.placed[0])
 
-            async def dial() -> None:
-                self._links.append(
-                    await tcp.connect(host, port, identity, "data", deadline_s=settings.deadline_s, who="node 1")
+            async def dial() -> Channel:
+                return self._keep(
+                    await tcp.connect(host, port, identity, "data", deadline_s=settings.deadline_s, who="node 1"), 1
                 )
 
-            async def answer() -> None:
-                self._links.insert(0, await data.accept(deadline_s=settings.deadline_s, who=last))
+            async def answer() -> Channel:
+                return self._keep(await data.accept(deadline_s=settings.deadline_s, who=last), cut.stages - 1)
 
-            await self._patiently(_both(dial, answer))
+            inbound, outbound = await self._patiently(_both(answer, dial))
             await members.all_ready()
         finally:
             await data.close()
-        return self._links[0], self._links[1]
+        return inbound, outbound
 
-    async def _patiently(self, work: Awaitable[None]) -> None:
+    def _keep(self, link: Channel, place: int) -> Channel:
+        """A link that was made: it is closed with the ring, and its other end must be this node."""
+        self._links.append(link)
+        check_place(link, place)
+        return link
+
+    async def _patiently(self, work: Awaitable[T]) -> T:
         """Do this; where a neighbour's loss ends it, first hear whether the control plane knows the reason."""
         try:
-            await work
+            return await work
         except PeerLostError:
             await asyncio.sleep(GRACE_S)
             raise
@@ -210,19 +242,40 @@ class RingHost:
                     raise error
             await asyncio.sleep(POLL_S)
 
-    async def _leave(self) -> None:
-        """Tell the stages to stop, hear their reports, and leave nothing behind."""
-        if self._members is not None:
-            await self._members.dismiss(REPORT_S)
+    async def _fate(self, name: str) -> str:
+        """How the process of a lost stage ended, where it is one of ours and did end."""
+        for process in self._processes:
+            if process.pid == process_of(name):
+                for _ in range(int(GRACE_S / REAP_S)):  # its sockets close a moment before it can be reaped
+                    if fate := process.fate():
+                        return fate
+                    await asyncio.sleep(REAP_S)
+        return ""
+
+    async def _leave(self, ended: SplitlmError | None) -> None:
+        """Tell the stages to stop, or why the head gives up, hear their reports, and leave nothing behind."""
+        async with AsyncExitStack() as stack:  # from last to first, and each whatever became of the one before
+            stack.push_async_callback(asyncio.to_thread, self._sink.close)
+            stack.push_async_callback(self._finish_trace)
+            stack.push_async_callback(asyncio.to_thread, self._runner.close)
+            if self._hub is not None:
+                stack.push_async_callback(self._hub.close)
+            stack.push_async_callback(self._close_links)
+            # Before the links: a stage that hangs keeps them open until it is ended.
+            stack.push_async_callback(asyncio.to_thread, end_all, self._processes)
+            if self._members is not None:
+                answered = await self._members.dismiss(REPORT_S, ended)
+                pids = {process_of(name) for name in answered}
+                silent = [process for process in self._processes if process.pid not in pids]
+                await asyncio.to_thread(end_all, silent, HURRY_S)
+
+    async def _close_links(self) -> None:
         await asyncio.gather(*(link.close() for link in self._links), return_exceptions=True)
-        if self._hub is not None:
-            await self._hub.close()
-        await asyncio.to_thread(end_all, self._processes)
-        await asyncio.to_thread(self._runner.close)
+
+    async def _finish_trace(self) -> None:
         if self._meter is not None and self._built is not None:
             self._sink.write(self._meter.final(self._built.meta.import_rss_mb))
             self._collect(self._meter, self._built)
-        await asyncio.to_thread(self._sink.close)
 
     def _collect(self, meter: Meter, built: Built) -> None:
         sums, meta = meter.decode, built.meta
@@ -246,15 +299,13 @@ class RingHost:
                 )
 
 
-async def _both(first: Callable[[], Awaitable[None]], second: Callable[[], Awaitable[None]]) -> None:
+async def _both(
+    first: Callable[[], Coroutine[Any, Any, T]], second: Callable[[], Coroutine[Any, Any, T]]
+) -> tuple[T, T]:
     """Two things at once; if one fails, the other is given up."""
     try:
         async with asyncio.TaskGroup() as group:
-            group.create_task(_run(first))
-            group.create_task(_run(second))
+            one, two = group.create_task(first()), group.create_task(second())
     except* SplitlmError as errors:
         raise first_error(errors) from None
-
-
-async def _run(work: Callable[[], Awaitable[None]]) -> None:
-    await work()
+    return one.result(), two.result()

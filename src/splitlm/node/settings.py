@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
+from splitlm.bus.line import TIMEOUT_S
 from splitlm.core.cut import Cut, balanced_boundaries, make_cut
-from splitlm.model.load import Loader, ModelFiles
+from splitlm.model.load import Loader
 
 
 @dataclass(frozen=True)
@@ -23,6 +25,7 @@ class RingSettings:
         data: address for the last node's link; an empty host is that of ``listen``.
         send: address of node 1, where places are static.
         deadline_s: how long to wait for stages, and stages for each other.
+        ctrl_timeout_s: silence on the control plane after which a stage counts as lost.
         trace_dir: where records go; None turns them off.
     """
 
@@ -45,6 +48,7 @@ class RingSettings:
     data: tuple[str, int] = ("", 0)
     send: tuple[str, int] = ("", 0)
     deadline_s: float = 60.0
+    ctrl_timeout_s: float = TIMEOUT_S
     trace_dir: Path | None = None
 
 
@@ -62,7 +66,19 @@ class StageReport:
     send_ms: float
 
 
-def choose_cut(files: ModelFiles, settings: RingSettings) -> Cut:
+class Divisible(Protocol):
+    """What must be known of a model to cut it."""
+
+    @property
+    def blocks(self) -> int:
+        """Number of blocks."""
+
+    @property
+    def head_cost(self) -> float:
+        """What the head reads per token, in blocks."""
+
+
+def choose_cut(files: Divisible, settings: RingSettings) -> Cut:
     """The cut that the settings ask for.
 
     Raises:

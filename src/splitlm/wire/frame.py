@@ -24,7 +24,7 @@ from typing import Literal
 
 import msgspec
 
-from splitlm.core.errors import ProtocolError
+from splitlm.core.errors import ProtocolError, UsageError
 from splitlm.core.sampling import Sampling
 
 Buffer = bytes | bytearray | memoryview
@@ -259,7 +259,7 @@ def decode_header(data: Buffer, where: str = "") -> AnyHeader:
     """
     try:
         return _decoder.decode(data)
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, UsageError) as error:
         raise ProtocolError(
             f"A frame's header could not be read: {error}",
             where=where,

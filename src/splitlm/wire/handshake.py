@@ -29,7 +29,7 @@ NONCE_BYTES = 32
 PROOF_BYTES = 32
 MAX_REASON = 1000
 """Characters of a peer's reason that are shown."""
-AGREE = ("protocol", "version", "model", "weights", "tokenizer", "dtype", "epoch")
+AGREE = ("protocol", "version", "model", "weights", "tokenizer", "dtype", "ring", "epoch")
 """Claims on which two nodes of one ring must agree, in the order in which they are compared."""
 _CALLED = {"model": "model config hash", "weights": "weights fingerprint", "tokenizer": "tokenizer hash"}
 
@@ -37,7 +37,12 @@ _CALLED = {"model": "model config hash", "weights": "weights fingerprint", "toke
 class Claims(msgspec.Struct, frozen=True, kw_only=True):
     """What a node says of itself when it meets another; ``""`` where it does not know yet.
 
-    Two nodes of one ring must agree on everything but ``node``.
+    Two nodes of one ring must agree on everything but ``node`` and ``place``.
+
+    Attributes:
+        node: its name, for people.
+        ring: number of the ring it belongs to: rings of one model on one machine must not be wired together.
+        place: its number in the ring, 0 for the head; −1 while it has none.
     """
 
     node: str
@@ -47,6 +52,8 @@ class Claims(msgspec.Struct, frozen=True, kw_only=True):
     weights: str = ""
     tokenizer: str = ""
     dtype: str = ""
+    ring: str = ""
+    place: int = -1
     epoch: int = 0
 
 
@@ -120,10 +127,9 @@ class Handshake:
             return self._take(header)
         except NetworkError as error:
             self.error = error
-            refusal = Refused(". ".join(filter(None, (error.what, error.remedy))))
-            if isinstance(header, Refused) or "Refused" not in self.turns.allowed(self.role):
+            if isinstance(header, Refused):
                 return None
-            return self._say(refusal)
+            return self._say(Refused(". ".join(filter(None, (error.what, error.remedy)))))
 
     def _say(self, header: Header) -> Header:
         self.turns.step(self.role, header, self._where)

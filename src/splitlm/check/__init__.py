@@ -1,0 +1,1 @@
+"""Checks that a user can run: is a ring what the uncut model is?"""

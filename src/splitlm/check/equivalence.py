@@ -1,0 +1,206 @@
+"""Is a ring what the uncut model is? Both run, and every logit of every token is compared.
+
+The ring's stages are processes of their own; the reference is the whole model in this process, once the ring is gone.
+By default the ring reads its weights with our loader and the reference with transformers' own, so that no loader's
+mistake cancels out.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import random
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from splitlm.check.compare import Comparison, Run, compare, rule
+from splitlm.core.errors import UsageError
+from splitlm.local import Generation, Ring
+from splitlm.model.load import Loader, ModelFiles
+from splitlm.model.text import TextCodec
+from splitlm.model.uncut import Uncut
+
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Case:
+    """A prompt in token ids, and a name for tables."""
+
+    name: str
+    prompt: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What came of one prompt.
+
+    Attributes:
+        text: that the ring generated.
+        golden: whether it is the golden text; None where there was none.
+    """
+
+    case: Case
+    comparison: Comparison
+    text: str
+    golden: bool | None = None
+
+    @property
+    def ok(self) -> bool:
+        """Whether the prompt passed."""
+        return self.comparison.ok and self.golden is not False
+
+    @property
+    def failure(self) -> str:
+        """Why it did not; empty if it did."""
+        return self.comparison.failure or ("" if self.ok else "the text is not the golden one")
+
+
+@dataclass(frozen=True)
+class Equivalence:
+    """The whole check.
+
+    Attributes:
+        cut: the ring's segments in words, by node.
+        dtype: in which both sides computed.
+    """
+
+    cut: tuple[str, ...]
+    dtype: str
+    outcomes: tuple[Outcome, ...]
+
+    @property
+    def ok(self) -> bool:
+        """Whether every prompt passed."""
+        return bool(self.outcomes) and all(outcome.ok for outcome in self.outcomes)
+
+    @property
+    def rule(self) -> str:
+        """What was applied, in words."""
+        return rule(self.dtype)
+
+
+def equivalence(
+    model: str,
+    prompts: Sequence[str] = (),
+    *,
+    max_new_tokens: int = 32,
+    sessions: int = 1,
+    reference: Loader = "hf",
+    threads: int = 1,
+    prefill_chunk: int = 128,
+    golden: Path | None = None,
+    say: Say = lambda _: None,
+    **ring: Any,
+) -> Equivalence:
+    """Generate greedily in a ring and without one, and compare.
+
+    Args:
+        prompts: texts; none takes a short and a long one, or with ``golden`` the empty one (BOS alone).
+        max_new_tokens: tokens of each prompt; end-of-sequence tokens do not end it.
+        sessions: so many prompts run in the ring at once (the given ones again where there are fewer).
+        reference: loader of the uncut side.
+        threads: of every stage and of the reference; another number gives other sums.
+        prefill_chunk: of both sides, for the same reason.
+        golden: file with the text that every prompt is to give.
+        ring: what else ``Ring`` takes (stages, cuts, private, loader, dtype …).
+
+    Raises:
+        UsageError: fewer than one session, or the golden text cannot be read.
+        SplitlmError: the ring could not be formed, or broke.
+    """
+    if sessions < 1:
+        raise UsageError(f"{sessions} sessions", where="--sessions", expected="at least 1")
+    wanted = _read(golden) if golden is not None else None
+    with Ring(model, threads=threads, prefill_chunk=prefill_chunk, say=say, **ring) as opened:
+        files, codec = opened.files, opened.codec
+        texts = list(prompts) or ([""] if golden else [])
+        cases = [Case(_short(text), tuple(codec.encode(text))) for text in texts]
+        cases = cases or default_cases(codec, files, prefill_chunk, max_new_tokens, max(2, sessions))
+        cases += [cases[i % len(cases)] for i in range(sessions - len(cases))]
+        say(f"{len(cases)} prompts through the ring, {sessions} at once")
+        made = ring_runs(opened, cases, max_new_tokens, sessions)
+        cut = tuple("; ".join(map(str, opened.cut.held_by(node))) for node in range(opened.cut.stages))
+    say(f"the same without a ring ({reference} loader)")
+    with intra_op_threads(threads):
+        uncut = Uncut(files, loader=reference)
+        dtype = str(files.dtype).removeprefix("torch.")
+        outcomes = []
+        for case, out in zip(cases, made, strict=True):
+            verdict = against(uncut, case, Run(out.tokens, out.logits), max_new_tokens, prefill_chunk, dtype)
+            same = None if wanted is None else out.text.strip() == wanted
+            outcomes.append(Outcome(case, verdict, out.text, same))
+    return Equivalence(cut, dtype, tuple(outcomes))
+
+
+def ring_runs(ring: Ring, cases: Sequence[Case], max_new_tokens: int, sessions: int) -> list[Generation]:
+    """Every case through an open ring, ``sessions`` at once, with the logits of each token."""
+
+    def one(case: Case) -> Generation:
+        return ring.generate(case.prompt, max_new_tokens=max_new_tokens, logits=True, ignore_eos=True)
+
+    if sessions == 1:
+        return [one(case) for case in cases]
+    with ThreadPoolExecutor(sessions) as pool:
+        return list(pool.map(one, cases))
+
+
+def against(
+    uncut: Uncut,
+    case: Case,
+    ring: Run,
+    max_new_tokens: int,
+    prefill_chunk: int,
+    dtype: str,
+    eos_ids: frozenset[int] = frozenset(),
+) -> Comparison:
+    """Compare what a ring made of a case with the uncut model, which is fed the ring's tokens."""
+    steps = list(
+        uncut.generate(case.prompt, max_new_tokens, prefill_chunk=prefill_chunk, forced=ring.tokens, eos_ids=eos_ids)
+    )
+    return compare(ring, Run([token for token, _ in steps], [logits for _, logits in steps]), dtype)
+
+
+@contextlib.contextmanager
+def intra_op_threads(count: int) -> Iterator[None]:
+    """Compute with so many threads for a while; 0 leaves the number."""
+    before = torch.get_num_threads()
+    try:
+        if count:
+            torch.set_num_threads(count)
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def default_cases(codec: TextCodec, files: ModelFiles, prefill_chunk: int, new: int, count: int = 2) -> list[Case]:
+    """A short prompt, and ``count − 1`` of random tokens of which the first is longer than window and chunk.
+
+    All fit the context with the tokens to come, as far as it has room for both.
+    """
+    window = getattr(files.config, "sliding_window", None) or 0
+    room = max(1, files.context - new) if files.context > new else max(1, files.context // 2)
+    cases = [Case("short text", tuple(codec.encode("Once upon a time"))[:room])]
+    chosen = random.Random(0)
+    for i in range(1, count):
+        long = max(window, prefill_chunk) + prefill_chunk // 2 + 5
+        length = min(room, long if i == 1 else 3 + 5 * i)
+        ids = tuple(chosen.randrange(files.vocab) for _ in range(length))
+        cases.append(Case(f"{length} random tokens", ids))
+    return cases
+
+
+def _short(text: str) -> str:
+    line = " ".join(text.split())
+    return (line if len(line) <= 32 else f"{line[:31]}…") or "(empty)"
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8").strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"The file cannot be read ({error})", where="--golden", expected="a text file") from error

@@ -1,0 +1,56 @@
+"""The one border where errors of transformers, torch and safetensors become ours.
+
+A model's files are data from elsewhere. What they can provoke in other libraries is a long list of exception classes;
+all of them mean the same to a user: this file is damaged, or is not what those libraries take it for.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+from huggingface_hub.errors import StrictDataclassError
+from safetensors import SafetensorError
+
+from splitlm.core.errors import CheckpointError
+
+FOREIGN: tuple[type[Exception], ...] = (
+    ArithmeticError,
+    AssertionError,
+    AttributeError,
+    ImportError,
+    LookupError,
+    MemoryError,
+    OSError,
+    RuntimeError,
+    SafetensorError,
+    StrictDataclassError,
+    TypeError,
+    ValueError,
+)
+"""What those libraries raise when a model's files displease them."""
+
+
+@contextlib.contextmanager
+def foreign(what: str, where: str, expected: str, remedy: str = "Copy or download the model again") -> Iterator[None]:
+    """Turn an error of another library into a ``CheckpointError``; our own errors pass.
+
+    Args:
+        what: what was tried, without a full stop.
+        where: file or directory at fault.
+        expected: what would have been right.
+        remedy: what the reader can do.
+
+    Raises:
+        CheckpointError: naming the other error's class and the beginning of its text.
+    """
+    try:
+        yield
+    except FOREIGN as error:
+        raise CheckpointError(f"{what} ({reason(error)})", where=where, expected=expected, remedy=remedy) from error
+
+
+def reason(error: BaseException) -> str:
+    """Class and text of an error in one short line."""
+    text = " ".join(str(error).split())
+    return f"{type(error).__name__}: {text[:240]}{'…' * (len(text) > 240)}".rstrip(": ")

@@ -1,0 +1,166 @@
+"""Models without weights: built on the meta device, with what a segment does not hold left out.
+
+A segment is transformers' own causal model, with fewer blocks and with an Identity where another stage has the
+embedding, the norm or the head. Its blocks know the whole model's config and their index in it; the base model, which
+only walks its blocks and makes masks for them, sees a config of as many layers as are here.
+"""
+
+from __future__ import annotations
+
+import copy
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM
+
+from splitlm.core.cut import Segment
+from splitlm.core.errors import CheckpointError, ModelError, UnknownFamilyError
+from splitlm.model.border import foreign
+from splitlm.model.family import Family, check_layout
+
+BlockFactory = Callable[[int], nn.Module]
+
+
+class NoPositions(nn.Module):
+    """Stands where learned positions were already added by an earlier stage."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self._nothing = torch.full((), -0.0, dtype=dtype)  # adding it changes no number, not even a −0
+
+    def forward(self, _: torch.Tensor) -> torch.Tensor:
+        """What is added instead of a position's embedding."""
+        return self._nothing
+
+
+def build_skeleton(config: Any, family: Family, dtype: torch.dtype, where: str) -> Any:
+    """The causal model on meta, with no block in it.
+
+    Raises:
+        CheckpointError: transformers cannot build it.
+        UnknownFamilyError: it does not have its family's layout.
+    """
+    # All kinds of layers stay in the config: rotary modules make the frequencies of each kind that they find there.
+    config = copy.deepcopy(config)
+    config.num_hidden_layers = 0
+    with foreign("transformers cannot build the model", where, f"the config of a {family.name} model"):
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False)
+        check_layout(model, family, where)
+        return model.eval()
+
+
+def block_factory(skeleton: Any, config: Any, family: Family, dtype: torch.dtype, where: str) -> BlockFactory:
+    """A maker of fresh meta blocks; each knows its index in the whole model. It keeps none of them alive.
+
+    It sets nothing of the process (unlike ``from_config``), so a thread may make blocks while another computes.
+
+    Raises:
+        UnknownFamilyError: the model does not name its block class. The maker raises
+        CheckpointError: transformers cannot build the block.
+        ModelError: the block that came is not fresh.
+    """
+    config = copy.deepcopy(config)
+    config._attn_implementation = skeleton.config._attn_implementation
+    base = type(getattr(skeleton, family.base))
+    names = list(getattr(base, "_no_split_modules", None) or ())
+    module = sys.modules[base.__module__]
+    block: Any = next((getattr(module, name) for name in names if hasattr(module, name)), None)
+    if block is None:
+        raise UnknownFamilyError(
+            f"{base.__name__} does not name its block class",
+            where=where,
+            expected="a class named in _no_split_modules",
+        )
+
+    def make(index: int) -> nn.Module:
+        with foreign(f"transformers cannot build block {index}", where, f"the config of a {family.name} model"):
+            with torch.device("meta"):
+                made: nn.Module = block(config, layer_idx=index)
+            for param in made.parameters():
+                if not param.is_meta:
+                    raise ModelError(
+                        f"Block {index} came with values in it",
+                        where=where,
+                        expected="a fresh block without any",
+                        remedy="Report it with the model's name",
+                    )
+                if param.is_floating_point():
+                    param.data = param.data.to(dtype)
+                param.requires_grad_(False)
+            return made.eval()
+
+    return make
+
+
+def leave_out(model: Any, family: Family, segment: Segment, dtype: torch.dtype) -> None:
+    """Put placeholders where another segment has the embedding, or the norm and the head."""
+    base = getattr(model, family.base)
+    if not segment.embed:
+        setattr(base, family.embed, nn.Identity())
+        if family.positions:
+            setattr(base, family.positions, NoPositions(dtype))
+        if family.scale:
+            setattr(base, family.scale, 1.0)
+    if not segment.head:
+        setattr(base, family.norm, nn.Identity())
+        setattr(model, family.head, nn.Identity())
+
+
+def set_blocks(model: Any, family: Family, segment: Segment, blocks: list[nn.Module], whole: Any) -> None:
+    """Give the base model its blocks, and a config with as many layers as they are, of their kinds.
+
+    Args:
+        whole: the whole model's config; the blocks keep it.
+    """
+    base = getattr(model, family.base)
+    setattr(base, family.layers, nn.ModuleList(blocks))
+    config = copy.deepcopy(whole)
+    config.num_hidden_layers = segment.count
+    for name in family.per_block:
+        values = getattr(whole, name, None)
+        if values is not None:
+            setattr(config, name, [values[i] for i in segment.blocks])
+    config._attn_implementation = model.config._attn_implementation
+    model.config = base.config = config
+    if hasattr(base, "has_sliding_layers"):
+        base.has_sliding_layers = "sliding_attention" in (config.layer_types or ())
+
+
+@torch.no_grad()
+def compute_buffers(model: Any, where: str) -> None:
+    """Fill buffers that no checkpoint stores (rotary frequencies, embedding scales), as transformers initialises them.
+
+    To be called while the parameters are on meta: a module's parameters are initialised along with its buffers.
+
+    Raises:
+        CheckpointError: a buffer that transformers does not know how to fill.
+    """
+    for name, module in model.named_modules():
+        lost = [
+            b for b, t in module.named_buffers(recurse=False) if t.is_meta and b in module._non_persistent_buffers_set
+        ]
+        if not lost:
+            continue
+        for b in lost:
+            like = getattr(module, b)
+            if not like.is_floating_point():  # whether it was filled could not be seen
+                raise _unfilled(name, b, where)
+            setattr(module, b, torch.full_like(like, float("nan"), device="cpu"))
+        with foreign(f"transformers cannot compute the buffers of {name}", where, "a config that it can use"):
+            model._init_weights(module)
+        for b in lost:
+            if bool(getattr(module, b).isnan().any()):
+                raise _unfilled(name, b, where)
+
+
+def _unfilled(module: str, buffer: str, where: str) -> CheckpointError:
+    return CheckpointError(
+        f"The buffer {module}.{buffer} could not be computed",
+        where=where,
+        expected="a buffer that transformers initialises",
+        remedy="Report it with the model's name; --loader hf may work meanwhile",
+    )

@@ -1,0 +1,73 @@
+"""An event loop in a thread of its own: how callers without one own a node."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Coroutine
+from concurrent.futures import CancelledError, Future
+from typing import Any, TypeVar
+
+from splitlm.core.errors import NetworkError, SplitlmError
+
+T = TypeVar("T")
+
+
+def not_open() -> SplitlmError:
+    """The error of whoever uses a ring that is not open, or no longer."""
+    return NetworkError("The ring is not open", remedy="Use it in a with block")
+
+
+class LoopThread:
+    """Runs coroutines that any thread hands in, until ``close``; what still runs then is cancelled.
+
+    Args:
+        name: of the thread.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._lock = threading.Lock()
+        self._closed = False
+        started: Future[tuple[asyncio.AbstractEventLoop, asyncio.Event]] = Future()
+        self._thread = threading.Thread(target=lambda: asyncio.run(_stay(started)), name=name, daemon=True)
+        self._thread.start()
+        self._loop, self._stop = started.result()
+
+    def submit(self, work: Coroutine[Any, Any, T]) -> Future[T]:
+        """Start a coroutine on the loop.
+
+        Raises:
+            NetworkError: the loop was closed.
+        """
+        # Under the lock: the loop begins what was handed in before ``close``, and so also cancels it. Nobody waits in
+        # vain for a coroutine that never ran.
+        with self._lock:
+            if self._closed:
+                work.close()
+                raise not_open()
+            return asyncio.run_coroutine_threadsafe(work, self._loop)
+
+    def call(self, work: Coroutine[Any, Any, T]) -> T:
+        """Run a coroutine on the loop and wait for its result.
+
+        Raises:
+            NetworkError: the loop was closed before there was one.
+        """
+        try:
+            return self.submit(work).result()
+        except CancelledError:
+            raise not_open() from None
+
+    def close(self) -> None:
+        """Cancel what runs, end the loop and the thread; safe to call twice."""
+        with self._lock:
+            if not self._closed:
+                self._closed = True
+                self._loop.call_soon_threadsafe(self._stop.set)
+        self._thread.join()
+
+
+async def _stay(started: Future[tuple[asyncio.AbstractEventLoop, asyncio.Event]]) -> None:
+    stop = asyncio.Event()
+    started.set_result((asyncio.get_running_loop(), stop))
+    await stop.wait()
