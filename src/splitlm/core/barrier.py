@@ -192,8 +192,10 @@ def _reason(state: Follower | Leader, event: Event, row: Row) -> str:
             what = "The stage was not ready in time"
         case "lost":
             what = f"{peer} was lost{because}"
+        case "failed" if state.where == "preparing":
+            return event.reason.rstrip(". ")
         case "failed":
-            return f"{event.reason.rstrip('. ')}" if state.where == "preparing" else f"This stage failed{because}"
+            what = f"This stage failed{because}"
         case "NACK":
             what = f"{peer} refused{because}"
         case "PREPARE" if "say NACK" in row.does:

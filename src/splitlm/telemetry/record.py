@@ -149,5 +149,78 @@ class Final(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag_f
     bytes_out: int
 
 
-Record = Step | StageMeta | Session | Final
+class Window(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag_field="record", tag="window"):
+    """One barrier at the end of a window, as one node saw it; node 0 leads.
+
+    Attributes:
+        node: the node.
+        seq: number of the barrier.
+        epoch: that serves after it.
+        decision: ``noop``, ``forced-shift`` or ``auto``.
+        barrier_ms: head: from the end of the window until tokens may flow, the drain included. Others: from PREPARE to
+            DONE (or to the abort), the protocol alone.
+        prestage_ms: head: from PREPARE to the last READY; others: to their own READY. Left out when it never came.
+        commit_ms: head: from COMMIT to the last DONE; others: to their own DONE. Left out after an abort.
+        drain_ms: head: waiting for the tokens in flight, before PREPARE.
+        n_acks: head: stages that said READY.
+        aborted: whether the old cut serves on.
+        reason: why it was aborted; who, and what.
+        predicted_ms: head: what the decision expected to gain per token.
+    """
+
+    node: int
+    seq: int
+    epoch: int
+    decision: str
+    barrier_ms: float
+    aborted: bool
+    prestage_ms: float | None = None
+    commit_ms: float | None = None
+    drain_ms: float | None = None
+    n_acks: int | None = None
+    reason: str | None = None
+    predicted_ms: float | None = None
+
+
+class Migration(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag_field="record", tag="migration"):
+    """What one node gave or received when blocks moved.
+
+    Attributes:
+        node: the node.
+        peer: the neighbour at the other side.
+        role: ``donor`` or ``receiver``.
+        epoch: that the move brought.
+        blocks: indices of the blocks that moved.
+        weight_construct_ms: receiver: building the modules without weights.
+        weight_read_ms: receiver: reading the tensors.
+        page_cache_warm: receiver: whether the files' pages were in memory already.
+        pack_ms: donor: putting keys and values into frames.
+        kv_bytes: of keys and values that moved, all sessions.
+        kv_tokens: rows that moved, over sessions and blocks.
+        kv_ms: sending or receiving them, waiting for the peer included: an upper bound, not a bandwidth.
+        background_bytes: the part of ``kv_bytes`` that moved while tokens flowed.
+        commit_ms: from COMMIT to DONE.
+        release_ms: donor: giving the memory back.
+        pause_ms: from the node's last step under the old cut to its first under the new one.
+    """
+
+    node: int
+    peer: int
+    role: str
+    epoch: int
+    blocks: list[int]
+    kv_bytes: int
+    kv_tokens: int
+    kv_ms: float
+    background_bytes: int
+    commit_ms: float
+    pause_ms: float | None = None
+    weight_construct_ms: float | None = None
+    weight_read_ms: float | None = None
+    page_cache_warm: bool | None = None
+    pack_ms: float | None = None
+    release_ms: float | None = None
+
+
+Record = Step | StageMeta | Session | Final | Window | Migration
 """Any record."""
