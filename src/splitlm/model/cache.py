@@ -7,7 +7,7 @@ sliding-window block keeps the last ``window − 1`` rows; how many tokens it ha
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
 import torch
@@ -77,6 +77,39 @@ class BlockKV(CacheLayerMixin):  # type: ignore[misc]
         self._start, self._rows = end + n - keep, keep
         return k[first : end + n].transpose(0, 1).unsqueeze(0), v[first : end + n].transpose(0, 1).unsqueeze(0)
 
+    def take(self, first: int, limit: int) -> tuple[torch.Tensor, torch.Tensor, int]:
+        """A copy of up to ``limit`` rows from absolute position ``first`` on, for another node.
+
+        Returns:
+            Keys and values ``[n, kv_heads, head_dim]``, and the position of the first of them: later than ``first``
+            where a sliding window has dropped earlier rows. n is 0 when nothing is there.
+        """
+        begin = max(first, self.seen - self._rows)
+        k, v = self._kept()
+        skip = begin - (self.seen - self._rows)
+        return k[skip : skip + limit].clone(), v[skip : skip + limit].clone(), begin
+
+    def extend(self, key: torch.Tensor, value: torch.Tensor, position: int) -> None:
+        """Append rows that another node took; ``[n, kv_heads, head_dim]`` each, of consecutive positions.
+
+        Raises:
+            ProtocolError: they leave a gap that the window does not explain, overlap, or are of another shape.
+        """
+        shapes = [key.shape[1:], value.shape[1:]] if key.dim() == value.dim() == 3 else []
+        kept = self._kept()
+        if self._k is not None and shapes != [kept[0].shape[1:], kept[1].shape[1:]]:
+            shapes = []
+        if not shapes or key.shape[0] != value.shape[0]:
+            raise ProtocolError(
+                f"KV rows of shapes {list(key.shape)} and {list(value.shape)} came", expected="[n, heads, d]"
+            )
+        if position < self.seen or (position > self.seen and self.window is None):
+            raise ProtocolError(f"KV rows from position {position} came", expected=f"position {self.seen}")
+        if position > self.seen:  # what lies between has left the window, and with it all before
+            self._start += self._rows
+            self._rows, self.seen = 0, position
+        self.update(key.transpose(0, 1).unsqueeze(0), value.transpose(0, 1).unsqueeze(0))
+
     def _resize(self, key: torch.Tensor, value: torch.Tensor, keep: int) -> None:
         """Buffers for ``keep`` rows with room to grow, the rows kept so far at their beginning."""
         kept, self._k, self._v = self._kept(), _buffer(keep, key), _buffer(keep, value)
@@ -137,6 +170,22 @@ class SessionCache(Cache):  # type: ignore[misc]
         super().__init__(layers=layers)
         self.by_block = dict(zip(blocks, layers, strict=True))
         self.seen = 0
+
+    def rearrange(
+        self, blocks: Sequence[int], windows: Sequence[int | None], brought: Mapping[int, BlockKV]
+    ) -> dict[int, BlockKV]:
+        """Hold these blocks from now on; returns the KV of those that left.
+
+        Args:
+            brought: KV of blocks that were not here; a block in neither is empty.
+        """
+        old = self.by_block
+        self.by_block = {
+            block: old.get(block) or brought.get(block) or BlockKV(window)
+            for block, window in zip(blocks, windows, strict=True)
+        }
+        self.layers = list(self.by_block.values())
+        return {block: kv for block, kv in old.items() if block not in self.by_block}
 
     @property
     def nbytes(self) -> int:

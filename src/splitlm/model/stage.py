@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import nn
 
 from splitlm.core.cut import Segment
 from splitlm.core.errors import ProtocolError
-from splitlm.model.cache import SessionCache
+from splitlm.model.cache import BlockKV, SessionCache
 from splitlm.model.compute.base import Engine
 from splitlm.model.compute.exact import ExactEngine
 from splitlm.model.load import Loader, ModelFiles, Part
+from splitlm.model.skeleton import set_blocks
 
 
 class Stage:
@@ -22,13 +25,18 @@ class Stage:
     """
 
     def __init__(self, part: Part, files: ModelFiles, engine: Engine) -> None:
-        self.segment: Segment = part.segment
         self.part = part
+        self._files = files
         self.dtype = files.dtype
         self.hidden = files.hidden
         self.vocab = files.vocab
         self.engine = engine
         self._sessions: dict[int, SessionCache] = {}
+
+    @property
+    def segment(self) -> Segment:
+        """What it holds now."""
+        return self.part.segment
 
     def open(self, session: int) -> None:
         """Begin a session.
@@ -92,10 +100,76 @@ class Stage:
             return self._sessions[session].nbytes if session in self._sessions else 0
         return sum(cache.nbytes for cache in self._sessions.values())
 
+    def seen(self, session: int) -> int:
+        """Tokens that a session has seen here; 0 where it is not open."""
+        return self._sessions[session].seen if session in self._sessions else 0
+
+    def take_rows(self, session: int, block: int, first: int, limit: int) -> tuple[torch.Tensor, torch.Tensor, int]:
+        """A copy of a session's KV rows of one block, see ``BlockKV.take``; no rows where the session is not open."""
+        cache = self._sessions.get(session)
+        if cache is None:
+            return torch.empty(0), torch.empty(0), first
+        return cache.by_block[block].take(first, limit)
+
+    def change(
+        self, segment: Segment, blocks: Mapping[int, nn.Module], kv: Mapping[int, Mapping[int, BlockKV]]
+    ) -> Moved:
+        """Hold another segment from now on; nothing may be computing.
+
+        Args:
+            segment: with the same ends of the model as before.
+            blocks: modules of the blocks that come, by index.
+            kv: their KV, by session and block.
+
+        Returns:
+            What left: nothing of it is touched, so that it can still serve if it must come back.
+        """
+        part = self.part
+        base = getattr(part.module, self._files.family.base)
+        have = dict(zip(part.segment.blocks, getattr(base, self._files.family.layers), strict=True))
+        missing = [i for i in segment.blocks if i not in have and i not in blocks]
+        if missing or (segment.embed, segment.head) != (part.segment.embed, part.segment.head):
+            raise ProtocolError(
+                f"{segment} cannot follow {part.segment}", expected=f"blocks {missing} to be brought first"
+            )
+        set_blocks(
+            part.module,
+            self._files.family,
+            segment,
+            [have.get(i) or blocks[i] for i in segment.blocks],
+            self._files.config,
+        )
+        part.segment = segment
+        part.windows = [self._files.windows[i] for i in segment.blocks]
+        left = {
+            session: cache.rearrange(segment.blocks, part.windows, kv.get(session, {}))
+            for session, cache in self._sessions.items()
+        }
+        return Moved({i: module for i, module in have.items() if i not in segment.blocks}, left)
+
     @property
     def sessions(self) -> list[int]:
         """The open sessions."""
         return list(self._sessions)
+
+
+@dataclass
+class Moved:
+    """Blocks that left a stage: modules by index, KV by session and block."""
+
+    blocks: dict[int, nn.Module]
+    kv: dict[int, dict[int, BlockKV]]
+
+    def release(self) -> int:
+        """Give their memory back at once: modules may hang in reference cycles, their storage does not. Returns bytes."""
+        freed = 0
+        for module in self.blocks.values():
+            for tensor in [*module.parameters(), *module.buffers()]:
+                freed += tensor.nbytes
+                tensor.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+        self.blocks.clear()
+        self.kv.clear()
+        return freed
 
 
 def build_stages(files: ModelFiles, segments: Sequence[Segment], *, loader: Loader = "shard") -> list[Stage]:

@@ -55,7 +55,7 @@ def build_node(files: ModelFiles, cut: Cut, node: int, name: str, settings: Buil
     stages = build_stages(files, segments, loader=settings.loader)
     if settings.pace_ms:
         for stage in stages:
-            stage.engine = PacedEngine(stage.engine, settings.pace_ms * stage.segment.count)
+            stage.engine = PacedEngine(stage.engine, stage.part, settings.pace_ms)
     timings = {key: sum(stage.part.timings[key] for stage in stages) for key in ("construct", "read", "assign")}
     seen: dict[int, int] = {}
     for stage in stages:

@@ -154,7 +154,31 @@ class Close(Header, frozen=True, array_like=True, tag=19):
     session: int
 
 
-AnyHeader = Hello | Challenge | Answer | Welcome | Refused | Said | Open | Hidden | Token | Close
+class Rows(Header, frozen=True, array_like=True, tag=24):
+    """KV rows of one block and session that move to a neighbour: keys and values, ``[n, kv_heads, head_dim]`` each.
+
+    Attributes:
+        change: number of the change on this link; a higher one replaces what came for those below.
+        session: the session's number.
+        block: index of the block in the whole model.
+        position: of the first row.
+    """
+
+    change: int
+    session: int
+    block: int
+    position: int
+
+
+class Mark(Header, frozen=True, array_like=True, tag=25):
+    """Every row of a change has been sent, for the barrier ``seq``; ``sessions`` are (session, tokens seen)."""
+
+    change: int
+    seq: int
+    sessions: tuple[tuple[int, int], ...]
+
+
+AnyHeader = Hello | Challenge | Answer | Welcome | Refused | Said | Open | Hidden | Token | Close | Rows | Mark
 
 
 class Frame:

@@ -17,18 +17,22 @@ from splitlm.wire.frame import (
     Header,
     Hello,
     Hidden,
+    Mark,
     Open,
     Refused,
+    Rows,
     Said,
     Token,
     Welcome,
 )
 
-Purpose = Literal["data", "control"]
+Purpose = Literal["data", "control", "move"]
 Role = Literal["dialler", "listener"]
-State = Literal["new", "greeted", "challenged", "answered", "linked", "sessions", "tokens", "talking", "refused"]
+State = Literal[
+    "new", "greeted", "challenged", "answered", "linked", "sessions", "tokens", "talking", "moving", "refused"
+]
 
-PURPOSES: tuple[Purpose, ...] = ("data", "control")
+PURPOSES: tuple[Purpose, ...] = ("data", "control", "move")
 MEANING: dict[State, str] = {
     "new": "connected, nothing was said",
     "greeted": "the dialler said what it wants",
@@ -38,9 +42,10 @@ MEANING: dict[State, str] = {
     "sessions": "data plane, towards the next stage (or home, in a private ring)",
     "tokens": "data plane, the way home",
     "talking": "control plane",
+    "moving": "between neighbours that move blocks",
     "refused": "one side refused; the connection closes",
 }
-OPEN: dict[Purpose, State] = {"data": "linked", "control": "talking"}
+OPEN: dict[Purpose, State] = {"data": "linked", "control": "talking", "move": "moving"}
 """The state in which a finished handshake leaves a connection."""
 
 
@@ -72,9 +77,18 @@ _CONTROL: dict[tuple[State, Role, type[Header]], State] = {
     ("talking", "listener", Said): "talking",
     **_refusals("talking"),
 }
+_MOVE: dict[tuple[State, Role, type[Header]], State] = {
+    ("answered", "listener", Welcome): "moving",
+    ("moving", "dialler", Rows): "moving",
+    ("moving", "dialler", Mark): "moving",
+    ("moving", "listener", Rows): "moving",
+    ("moving", "listener", Mark): "moving",
+    **_refusals("moving"),
+}
 TABLE: dict[Purpose, dict[tuple[State, Role, type[Header]], State]] = {
     "data": _HANDSHAKE | _DATA,
     "control": _HANDSHAKE | _CONTROL,
+    "move": _HANDSHAKE | _MOVE,
 }
 """``TABLE[purpose][state, sender, kind of frame]`` is the next state; what is not in it is not allowed."""
 
@@ -112,7 +126,12 @@ def markdown() -> str:
     """The tables as Markdown, for docs/protocol.md."""
     lines = ["| state | meaning |", "|---|---|"]
     lines += [f"| `{state}` | {meaning} |" for state, meaning in MEANING.items()]
-    for title, table in (("Handshake", _HANDSHAKE), ("Data plane", _DATA), ("Control plane", _CONTROL)):
+    for title, table in (
+        ("Handshake", _HANDSHAKE),
+        ("Data plane", _DATA),
+        ("Control plane", _CONTROL),
+        ("Moves", _MOVE),
+    ):
         lines += ["", f"**{title}**", "", "| in state | the | may send | then the state is |", "|---|---|---|---|"]
         lines += [
             f"| `{state}` | {role} | `{kind.__name__}` | `{after}` |" for (state, role, kind), after in table.items()

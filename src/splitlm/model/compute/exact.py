@@ -18,7 +18,7 @@ class ExactEngine:
     name = "exact"
 
     def __init__(self, part: Part, family: Family) -> None:
-        self._segment = part.segment
+        self._part = part
         self._causal: Any = part.module
         self._base: Any = getattr(part.module, family.base)
         # transformers renamed the argument between 5.x releases.
@@ -28,15 +28,16 @@ class ExactEngine:
     @torch.inference_mode()
     def run(self, inputs: torch.Tensor, position: int, cache: SessionCache, logits: bool) -> torch.Tensor | None:
         """See ``Engine.run``."""
+        segment = self._part.segment
         positions = torch.arange(position, position + inputs.shape[1]).unsqueeze(0)
         given: dict[str, Any] = {
-            "input_ids" if self._segment.embed else "inputs_embeds": inputs,
+            "input_ids" if segment.embed else "inputs_embeds": inputs,
             "position_ids": positions,
-            self._cache_name: cache if self._segment.count else None,
-            "use_cache": self._segment.count > 0,
+            self._cache_name: cache if segment.count else None,
+            "use_cache": segment.count > 0,
         }
-        if self._segment.head and logits:
+        if segment.head and logits:
             out: torch.Tensor = self._causal(**given, logits_to_keep=1).logits
             return out[0, -1]
         hidden: torch.Tensor = self._base(**given)[0]
-        return None if self._segment.head else hidden
+        return None if segment.head else hidden

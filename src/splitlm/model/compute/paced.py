@@ -11,19 +11,20 @@ import torch
 
 from splitlm.model.cache import SessionCache
 from splitlm.model.compute.base import Engine
+from splitlm.model.load import Part
 
 
 class PacedEngine:
-    """Runs another engine, and takes at least ``step_ms`` for every step."""
+    """Runs another engine, and takes at least ``block_ms`` per block for every step."""
 
-    def __init__(self, engine: Engine, step_ms: float) -> None:
-        self.name = f"{engine.name}, paced at {step_ms:g} ms"
-        self._engine = engine
-        self._step_s = step_ms / 1e3
+    def __init__(self, engine: Engine, part: Part, block_ms: float) -> None:
+        self.name = f"{engine.name}, paced at {block_ms:g} ms per block"
+        self._engine, self._part = engine, part
+        self.block_ms = block_ms
 
     def run(self, inputs: torch.Tensor, position: int, cache: SessionCache, logits: bool) -> torch.Tensor | None:
         """See ``Engine.run``."""
-        until = time.perf_counter() + self._step_s
+        until = time.perf_counter() + self._part.segment.count * self.block_ms / 1e3
         out = self._engine.run(inputs, position, cache, logits)
         left = until - time.perf_counter()
         if left > 0:

@@ -1,0 +1,1 @@
+"""Verb three: blocks and their KV move between neighbours while tokens flow."""

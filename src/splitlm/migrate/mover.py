@@ -1,0 +1,215 @@
+"""A node's part in moving blocks: weights from its own disk, KV from its neighbour, while tokens flow.
+
+The receiver builds blocks on the loader thread. The donor sends the rows of tokens already decoded, some hundred at a
+time, over a link that the pair keeps for this. Once the ring stands still, only rows that came since are left; a ``Mark``
+says that they were the last. The donor keeps what it gave until everyone has applied the change: an abort costs nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from torch import nn
+
+from splitlm.core.cut import Cut, Move, diff
+from splitlm.core.errors import ProtocolError
+from splitlm.migrate.arrivals import Arrivals
+from splitlm.migrate.costs import Costs
+from splitlm.model import payload
+from splitlm.model.cache import BlockKV
+from splitlm.model.load import ModelFiles
+from splitlm.model.runner import Runner
+from splitlm.model.stage import Moved, Stage
+from splitlm.wire.channel import Channel
+from splitlm.wire.frame import Mark, Rows
+
+ROWS_PER_FRAME = 256
+"""Rows copied out of a live cache at a time: a decode step waits for no more than this."""
+
+
+@dataclass
+class _Change:
+    """One change of the cut as this node takes part in it.
+
+    Attributes:
+        number: of the change on this node's links; a later one replaces it.
+        sent: position up to which the rows of (block, session) were sent.
+    """
+
+    cut: Cut
+    number: int
+    out: list[Move]
+    into: list[Move]
+    blocks: dict[int, nn.Module] = field(default_factory=dict)
+    sent: dict[tuple[int, int], int] = field(default_factory=dict)
+    brought: asyncio.Event = field(default_factory=asyncio.Event)
+    costs: Costs = field(default_factory=Costs)
+
+
+class Mover:
+    """Moves blocks of one stage to and from its neighbours.
+
+    Args:
+        node: this node's number.
+        stage: its movable stage.
+        cut: the one that serves.
+        links: the channel to each neighbour that is kept for moving.
+        runner: the compute thread; live caches are read there, between steps.
+        loader: the thread that builds blocks.
+    """
+
+    def __init__(
+        self,
+        node: int,
+        stage: Stage,
+        files: ModelFiles,
+        cut: Cut,
+        links: Mapping[int, Channel],
+        runner: Runner,
+        loader: Runner,
+    ) -> None:
+        self.cut = cut
+        self._node, self._stage, self._files = node, stage, files
+        self._links, self._runner, self._loader = dict(links), runner, loader
+        self._arrivals = {neighbour: Arrivals(files.windows, f"node {neighbour}") for neighbour in links}
+        self._change: _Change | None = None
+        self._number = 0
+        self._kept: list[Moved] = []
+
+    async def run(self) -> None:
+        """Take what neighbours send, until cancelled.
+
+        Raises:
+            NetworkError: a neighbour's link broke, or brought what no move expects.
+        """
+        async with asyncio.TaskGroup() as group:
+            for neighbour, link in self._links.items():
+                group.create_task(self._receive(link, self._arrivals[neighbour]))
+
+    async def _receive(self, link: Channel, arrivals: Arrivals) -> None:
+        while True:
+            frame = await link.receive()
+            try:
+                arrivals.take(frame)
+            finally:
+                frame.release()
+
+    async def bring(self, cut: Cut) -> None:
+        """The background part: build the blocks that come, send the rows of the blocks that leave.
+
+        Raises:
+            ModelError: a block cannot be built here.
+            PeerLostError: a neighbour is gone.
+        """
+        change = self._begin(cut)
+        for move in change.into:
+            if move.block not in change.blocks:
+                loaded = await self._loader.run(self._build, move.block, change.costs)
+                change.blocks[move.block] = loaded
+        for session in self._stage.sessions:
+            until = self._stage.seen(session)
+            for move in change.out:
+                await self._send(change, move, session, until)
+        change.costs.background_bytes = change.costs.sent_bytes
+        change.brought.set()
+
+    def _begin(self, cut: Cut) -> _Change:
+        if self._change is not None and self._change.cut == cut:
+            return self._change
+        self._number += 1
+        moves = diff(self.cut, cut)
+        self._change = _Change(
+            cut,
+            self._number,
+            [move for move in moves if move.source == self._node],
+            [move for move in moves if move.target == self._node],
+        )
+        return self._change
+
+    def _build(self, block: int, costs: Costs) -> nn.Module:
+        started = time.perf_counter()
+        (module,) = self._files.load_blocks([block])
+        costs.weights_ms += (time.perf_counter() - started) * 1e3
+        return module
+
+    async def prepare(self, cut: Cut, seq: int) -> None:
+        """The ring stands still: send the rows that are left, or wait for them, and check that all came.
+
+        Raises:
+            ProtocolError: rows are missing, or more came than were due.
+        """
+        change = self._begin(cut)
+        if not change.brought.is_set():
+            await self.bring(cut)
+        started = time.perf_counter()
+        sessions = {session: self._stage.seen(session) for session in self._stage.sessions}
+        for target in {move.target for move in change.out}:
+            for move in change.out:
+                if move.target == target:
+                    for session, seen in sessions.items():
+                        await self._send(change, move, session, seen)
+            mark = Mark(change=change.number, seq=seq, sessions=tuple(sessions.items()))
+            await self._links[target].send(mark)
+        for source in {move.source for move in change.into}:
+            blocks = [move.block for move in change.into if move.source == source]
+            arrived = await self._arrivals[source].complete(seq, blocks, sessions)
+            change.costs.kv_bytes += arrived
+        if change.into or change.out:
+            change.costs.kv_tokens = sum(sessions.values())
+        change.costs.kv_ms = (time.perf_counter() - started) * 1e3
+
+    async def commit(self) -> Costs:
+        """Apply the prepared change. Nothing may be computing."""
+        change, self._change = self._change, None
+        if change is None:
+            raise ProtocolError("A change was committed that was never prepared", expected="PREPARE before COMMIT")
+        started = time.perf_counter()
+        kv: dict[int, dict[int, BlockKV]] = {}
+        for move in change.into:
+            for session, rows in self._arrivals[move.source].pick(move.block).items():
+                kv.setdefault(session, {})[move.block] = rows
+        if change.into or change.out:
+            self._kept.append(await self._runner.run(self._apply, change, kv))
+        self.cut = change.cut
+        for arrivals in self._arrivals.values():
+            arrivals.drop()
+        change.costs.commit_ms = (time.perf_counter() - started) * 1e3
+        return change.costs
+
+    def _apply(self, change: _Change, kv: dict[int, dict[int, BlockKV]]) -> Moved:
+        segment = change.cut.held_by(self._node)[0]  # a private ring's last segment stays where it is
+        return self._stage.change(segment, change.blocks, kv)
+
+    def abort(self) -> None:
+        """Forget a change that was not committed; the stage was never touched."""
+        self._change = None
+        for arrivals in self._arrivals.values():
+            arrivals.drop()
+
+    async def release(self) -> float:
+        """Give back the memory of what left, on the loader thread; milliseconds that took."""
+        started = time.perf_counter()
+        kept, self._kept = self._kept, []
+        for moved in kept:
+            await self._loader.run(moved.release)
+        return (time.perf_counter() - started) * 1e3
+
+    async def _send(self, change: _Change, move: Move, session: int, until: int) -> None:
+        """Send the rows of one block and session up to a position."""
+        key = (move.block, session)
+        while change.sent.get(key, 0) < until:
+            k, v, position = await self._runner.run(
+                self._stage.take_rows, session, move.block, change.sent.get(key, 0), ROWS_PER_FRAME
+            )
+            if not k.shape[0]:
+                return  # the session ended meanwhile
+            (k_spec, k_view), (v_spec, v_view) = payload.dump(k), payload.dump(v)
+            rows = Rows(
+                change=change.number, session=session, block=move.block, position=position, tensors=(k_spec, v_spec)
+            )
+            await self._links[move.target].send(rows, [k_view, v_view])
+            change.sent[key] = position + k.shape[0]
+            change.costs.sent_bytes += k.nbytes + v.nbytes
