@@ -17,9 +17,9 @@ from splitlm.core.cut import Cut
 from splitlm.core.errors import NetworkError, PeerLostError, ProtocolError
 
 CTRL_TIMEOUT_S = 5.0
-GATHER_SHARE = 0.75
-"""The head's part of the control timeout for gathering READY. A stage waits the whole of it after its READY, so the
-ABORT of a barrier that one stage delays reaches the others before their own time is up."""
+LEADER_SHARE = 0.75
+"""The head's part of the control timeout. A stage waits the whole of it after its READY, so the ABORT of a barrier that
+one stage delays reaches the others before their own time is up."""
 
 Send = Callable[[int, messages.Message], Awaitable[None]]
 
@@ -31,7 +31,7 @@ class Coordinator:
         send: brings a message to a node; node 0 is the head's own stage.
         followers: every node that takes part, the head's own stage included.
         cut: the one that serves.
-        ctrl_timeout_s: how long followers may take to apply a COMMIT; three quarters of it for READY.
+        ctrl_timeout_s: how long a stage waits for word; the head waits three quarters of it for READY, and for DONE.
         clock: seconds, for the figures.
     """
 
@@ -135,8 +135,7 @@ class Coordinator:
         self._state = after = apply(before, happened)
         for action in after.owed[len(before.owed) :]:
             if action.does == "start timer":
-                share = GATHER_SHARE if after.leader.where == "gathering" else 1.0
-                self._deadline = self._loop.time() + share * self._timeout_s
+                self._deadline = self._loop.time() + LEADER_SHARE * self._timeout_s
             elif action.does == "stop timer":
                 self._deadline = None
         if after.leader.where != before.leader.where:
