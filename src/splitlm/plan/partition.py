@@ -11,6 +11,7 @@ import math
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 
 from splitlm.core.cut import Cut, Segment, make_cut
 from splitlm.core.errors import CutError
@@ -50,11 +51,14 @@ class _Found:
     edges: tuple[int, ...]
 
 
-def partition(ring: Ring) -> Cut:
+def partition(ring: Ring, within: Sequence[tuple[int, int]] | None = None) -> Cut:
     """The cut with the least ``token_ms`` (see ``plan.cost``) that every node has the memory for.
 
     Among equals the one with the shorter lap, then the one whose busiest node computes least. Every node holds at
     least one block, but the head's of a private ring may hold none.
+
+    Args:
+        within: for each boundary between two nodes the least and the greatest block it may be at; None: any.
 
     Raises:
         CutError: more devices than blocks, or too little memory; the message says where and how much is missing.
@@ -68,10 +72,12 @@ def partition(ring: Ring) -> Cut:
             remedy="Leave some devices out",
         )
     kv = kv_sums(ring)
+    ends = [*(within if within is not None else [(0, free)] * (len(places) - 1)), (free, free)]
     limits = sorted({place.ms(n) for place in places for n in range(place.least, free + 1)})
 
+    @cache
     def best(limit: float) -> _Found | None:
-        return _best(places, free, ring.model.block_bytes, kv, limit)
+        return _best(places, ends, ring.model.block_bytes, kv, limit)
 
     if best(math.inf) is None:
         raise _lacking(places, ring, free, kv)
@@ -118,25 +124,25 @@ def _places(ring: Ring) -> list[_Place]:
     return places
 
 
-def _best(places: Sequence[_Place], free: int, block_bytes: int, kv: Sequence[int], limit: float) -> _Found | None:
+def _best(
+    places: Sequence[_Place], ends: Sequence[tuple[int, int]], block_bytes: int, kv: Sequence[int], limit: float
+) -> _Found | None:
     """The shortest lap in which no node computes longer than ``limit``; None when there is no such cut.
 
     ``reach[b]`` is the best way to put blocks ``[0, b)`` on the nodes so far.
     """
+    free = ends[-1][1]
     reach: dict[int, _Found] = {0: _Found(0.0, (0,))}
-    for at, place in enumerate(places):
+    for at, (place, (low, high)) in enumerate(zip(places, ends, strict=True)):
         after = sum(other.least for other in places[at + 1 :])
-        final = at == len(places) - 1
         times = [place.ms(n) for n in range(free + 1)]
         onward: dict[int, _Found] = {}
         for begin, found in reach.items():
             room = place.budget - place.bytes + kv[begin]
-            for end in range(begin + place.least, free - after + 1):
+            for end in range(max(begin + place.least, low), min(free - after, high) + 1):
                 count = end - begin
                 if times[count] > limit or count * block_bytes + kv[end] > room:
                     break
-                if final and end != free:
-                    continue
                 lap = found.lap_ms + times[count]
                 if end not in onward or lap < onward[end].lap_ms:
                     onward[end] = _Found(lap, (*found.edges, end))
@@ -164,6 +170,8 @@ def _lacking(places: Sequence[_Place], ring: Ring, free: int, kv: Sequence[int])
             )
         said.append(f"{place.name} {end - at}")
         at = end
+    if at == free:
+        return CutError("No cut within these bounds suits every device's memory", expected="wider bounds")
     missing = (free - at) * block + kv[free] - kv[at]
     return CutError(
         f"{free - at} of {free} blocks find no room ({', '.join(said)} blocks)",

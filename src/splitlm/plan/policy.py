@@ -9,22 +9,29 @@ horizon than it costs. So a single slow window moves nothing, nor does noise tha
 from __future__ import annotations
 
 import math
-from statistics import median
+from itertools import pairwise
+from statistics import fmean, median
 
 import msgspec
 
-from splitlm.core.cut import Cut, make_cut
+from splitlm.core.cut import Cut
 from splitlm.core.errors import CutError, UsageError
-from splitlm.plan.cost import Prediction, Ring, fits, predict
+from splitlm.plan.cost import Prediction, Ring, predict
 from splitlm.plan.partition import partition
 
-HISTORY = 8
+HISTORY = 12
 """Windows kept; noise is estimated from them."""
-MAD = 0.6745
-"""Median absolute deviation of a normal distribution, in standard deviations."""
+LONGEST_REST = 64
+"""Windows between two moves that undo each other, at most."""
+PRIOR_NOISE, PRIOR_STEPS = 0.07, 6
+"""Noise that is taken for granted, and the number of measured steps that it counts for."""
+OUTLIER = 4.0
+"""A step so many times larger than a node's others is a change, and no noise."""
+MEAN_STEP = 2 / math.sqrt(math.pi)
+"""Mean size of the step between two normal samples, in standard deviations of one."""
 
 
-class Window(msgspec.Struct, frozen=True, kw_only=True):
+class Observation(msgspec.Struct, frozen=True, kw_only=True):
     """What one window measured.
 
     Attributes:
@@ -45,12 +52,13 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
         gain: least share of the time per token that a move must save.
         noise: standard errors of the measured noise that it must exceed as well.
         confirm: windows in a row that must agree.
-        rest: windows after a move in which nothing is decided.
-        step: blocks that a boundary moves in a careful step; the whole way is weighed against it.
+        rest: windows after a move in which nothing is decided; doubled by each move back.
+        step: blocks that a boundary moves in a careful step. The whole way is weighed against it; it ends, too, where a
+            block would pass a neighbour.
     """
 
     gain: float = 0.1
-    noise: float = 3.0
+    noise: float = 4.0
     confirm: int = 2
     rest: int = 3
     step: int = 1
@@ -91,10 +99,14 @@ class State(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         windows: of the current cut, the newest last.
         rest: windows in which nothing will be decided.
+        before: the cut that the last move left.
+        rested: how long the rest after the last move was.
     """
 
-    windows: tuple[Window, ...] = ()
+    windows: tuple[Observation, ...] = ()
     rest: int = 0
+    before: Cut | None = None
+    rested: int = 0
 
 
 class Decision(msgspec.Struct, frozen=True, kw_only=True):
@@ -128,7 +140,7 @@ def decide(
     state: State,
     ring: Ring,
     cut: Cut,
-    window: Window,
+    window: Observation,
     *,
     horizon: int,
     settings: Settings | None = None,
@@ -150,7 +162,7 @@ def decide(
     windows = (*state.windows, window)[-HISTORY:]
     recent = windows[-settings.confirm :]
     now = predict(drifted(ring, cut, _typical(recent)), cut)
-    state = State(windows=windows, rest=max(0, state.rest - 1))
+    state = msgspec.structs.replace(state, windows=windows, rest=max(0, state.rest - 1))
 
     def stay(reason: str, needed: float = 0.0) -> tuple[State, Decision]:
         return state, Decision(
@@ -173,10 +185,16 @@ def decide(
     # Whether there is a direction to go in is asked of the whole way: a first step alone may hide in the noise.
     if (gain := _least_gain(scenes, cut, target)) < needed:
         return stay(f"a move would save {gain:.0%} of the time per token, and {needed:.0%} are asked for", needed)
-    options = [target]
-    near = _towards(cut, target, settings.step)
-    if near.boundaries != target.boundaries and fits(view, near) and _least_gain(scenes, cut, near) > 0:
-        options.append(near)
+    options = []
+    for reach in (cut.blocks, settings.step):
+        try:
+            new = partition(view, _reachable(cut, reach))
+        except CutError:
+            continue  # memory allows no step of this size
+        if moved(cut, new) and _least_gain(scenes, cut, new) > 0:
+            options.append(new)
+    if not options:
+        return stay("no step towards a better cut is one by itself", needed)
 
     def saved_ms(option: Cut) -> float:
         return horizon * (now.token_ms - predict(view, option).token_ms) - price.of(moved(cut, option))
@@ -185,7 +203,10 @@ def decide(
     if saved_ms(chosen) <= 0:
         return stay(f"a move costs more than it saves within {horizon} tokens", needed)
     then, count = predict(view, chosen), moved(cut, chosen)
-    return State(rest=settings.rest + 1), Decision(
+    # A load that comes and goes would pull blocks to and fro: each step back doubles the rest.
+    back = state.before is not None and moved(state.before, chosen) < moved(state.before, cut)
+    rest = min(LONGEST_REST, 2 * max(1, state.rested)) if back else settings.rest
+    return State(rest=rest + 1, before=cut, rested=rest), Decision(
         cut=msgspec.structs.replace(chosen, epoch=cut.epoch + 1),
         reason=f"{_busiest(now, ring)} is the slowest; {count} blocks move",
         now_ms=now.token_ms,
@@ -196,7 +217,7 @@ def decide(
     )
 
 
-def drifted(ring: Ring, cut: Cut, window: Window) -> Ring:
+def drifted(ring: Ring, cut: Cut, window: Observation) -> Ring:
     """The ring as a window found it: each device slower or faster as a whole, links and sessions as measured.
 
     Raises:
@@ -224,18 +245,20 @@ def drifted(ring: Ring, cut: Cut, window: Window) -> Ring:
     return msgspec.structs.replace(ring, devices=devices, links=links, sessions=window.sessions)
 
 
-def noise(windows: tuple[Window, ...]) -> float:
+def noise(windows: tuple[Observation, ...]) -> float:
     """Relative standard deviation of a node's time between windows.
 
-    From the median of the steps from each window to the next, over all nodes, so that one device's lasting change (one
-    large step) does not count as noise. 0 with fewer than two windows.
+    From the mean step from each window to the next. A lasting change of a device is one step that stands out, and is
+    left out. Few steps count little beside a prior.
     """
-    steps = [
-        abs(math.log(after / before))
-        for i in range(1, len(windows))
-        for before, after in zip(windows[i - 1].compute_ms, windows[i].compute_ms, strict=True)
-    ]
-    return median(steps) / (MAD * math.sqrt(2)) if steps else 0.0
+    total, count = PRIOR_NOISE * PRIOR_STEPS, PRIOR_STEPS
+    for times in zip(*(window.compute_ms for window in windows), strict=True):
+        steps = sorted(abs(math.log(after / before)) for before, after in pairwise(times))
+        if len(steps) > 1 and steps[-1] > OUTLIER * fmean(steps[:-1]):
+            steps.pop()
+        total += sum(steps) / MEAN_STEP
+        count += len(steps)
+    return total / count
 
 
 def moved(old: Cut, new: Cut) -> int:
@@ -245,10 +268,10 @@ def moved(old: Cut, new: Cut) -> int:
     return sum(a != b for a, b in zip(owner, other, strict=True))
 
 
-def _typical(windows: tuple[Window, ...]) -> Window:
+def _typical(windows: tuple[Observation, ...]) -> Observation:
     """Medians over windows."""
     hops = [w.hop_ms for w in windows if w.hop_ms]
-    return Window(
+    return Observation(
         compute_ms=tuple(median(column) for column in zip(*(w.compute_ms for w in windows), strict=True)),
         hop_ms=tuple(median(column) for column in zip(*hops, strict=True)),
         sessions=windows[-1].sessions,
@@ -259,13 +282,11 @@ def _least_gain(scenes: list[Ring], old: Cut, new: Cut) -> float:
     return min(1 - predict(scene, new).token_ms / predict(scene, old).token_ms for scene in scenes)
 
 
-def _towards(old: Cut, goal: Cut, step: int) -> Cut:
-    """The goal, with no boundary further than ``step`` blocks from where it was; still increasing, as both are."""
-    edges = [min(max(g, b - step), b + step) for b, g in zip(old.boundaries, goal.boundaries, strict=True)]
-    if old.private:
-        tail = old.segments[-1].count
-        return make_cut(old.blocks, edges[:-1], private=True, tail_blocks=tail)
-    return make_cut(old.blocks, edges)
+def _reachable(cut: Cut, reach: int) -> list[tuple[int, int]]:
+    """Where each boundary between nodes may go at once: ``reach`` blocks, and no block past a neighbour."""
+    edges = (0, *cut.boundaries, cut.blocks)
+    count = len(cut.boundaries) - cut.private
+    return [(max(edges[i - 1], edges[i] - reach), min(edges[i + 1], edges[i] + reach)) for i in range(1, count + 1)]
 
 
 def _busiest(prediction: Prediction, ring: Ring) -> str:
