@@ -10,10 +10,9 @@ import contextlib
 import signal
 import time
 from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import dataclass
 from statistics import median
 from typing import Any
-
-import msgspec
 
 from splitlm.check.star import Ending, Star, star
 from splitlm.coordinator.state import Decision
@@ -34,7 +33,8 @@ AT_ONCE = 3
 Say = Callable[[str], None]
 
 
-class Finding(msgspec.Struct, frozen=True):
+@dataclass(frozen=True)
+class Finding:
     """One question and its answer.
 
     Attributes:
@@ -50,7 +50,8 @@ class Finding(msgspec.Struct, frozen=True):
     seconds: float
 
 
-class Answer(msgspec.Struct, frozen=True):
+@dataclass(frozen=True)
+class Answer:
     """What ``check`` found. Milliseconds in ``figures``, medians over the barriers of ``happy``."""
 
     ctrl_timeout_s: float
@@ -182,7 +183,8 @@ async def _nack(timeout: float) -> str:
     return f"{refused}; {slow}; the old epoch served on each time, and the same move was then committed"
 
 
-class Death(msgspec.Struct, frozen=True):
+@dataclass(frozen=True)
+class Death:
     """How node 2 ends in barrier 2, in which of its own states, and where the head may be when it learns of it."""
 
     by: str

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from splitlm.cli import check_control
 from splitlm.cli import options as o
 from splitlm.cli.console import Console, console
 from splitlm.cli.runs import RunOptions
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
     from splitlm.check.equivalence import Equivalence, Outcome
 
 app = typer.Typer(no_args_is_help=True)
+app.command("control")(check_control.control)
 
 
 @app.callback()
