@@ -149,8 +149,8 @@ def test_a_slow_link_is_told_from_a_far_one() -> None:
             frame.release()
 
     link = run("memory", far, repeats=2)
-    assert 20 <= link.latency_ms < 40
-    assert 2**20 / 0.2 < link.bytes_per_s <= 2**20 / 0.05
+    assert 20 <= link.latency_ms < 60
+    assert 2**20 / 0.2 < link.bytes_per_s < 2**20 / 0.02
 
 
 def test_a_peer_that_does_not_answer_is_named() -> None:
