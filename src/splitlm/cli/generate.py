@@ -8,6 +8,7 @@ import typer
 
 from splitlm.cli import options as o
 from splitlm.cli.console import Console, console
+from splitlm.cli.interrupts import held
 from splitlm.cli.runs import RunOptions
 from splitlm.core.errors import UsageError
 
@@ -75,7 +76,8 @@ def write(
     from concurrent.futures import ThreadPoolExecutor
 
     voice.say("starting")
-    from splitlm.local import Ring
+    with held():
+        from splitlm.local import Ring
 
     live = len(texts) == 1 and not as_json
     with Ring(model, say=voice.say, **settings) as ring:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import signal
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -11,6 +12,7 @@ import typer
 
 from splitlm.cli import options as o
 from splitlm.cli.console import Console, console
+from splitlm.cli.interrupts import held
 from splitlm.cli.runs import RunOptions
 from splitlm.core.errors import UsageError
 
@@ -157,9 +159,11 @@ def _follow(
     head = o.address(place.ctrl, "--ctrl") if place else o.address(join, "--join")
     ends = (o.address(place.recv, "--recv"), o.address(place.send, "--send")) if place else None
     voice.say("starting")
-    from splitlm.model.source import resolve
-    from splitlm.node.join import Place, StageSettings, run_stage
+    with held():
+        from splitlm.model.source import resolve
+        from splitlm.node.join import Place, StageSettings, run_stage
 
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # for which asyncio puts a gentler one
     fixed = Place(place.layer_begin or 0, place.layer_end or 0, *ends) if place and ends else None
     asyncio.run(
         run_stage(
