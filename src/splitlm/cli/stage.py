@@ -91,14 +91,15 @@ def stage(
     full = role == "full"
     if role and not full:
         raise UsageError(f"{role!r} is no role", where="--role", expected="full; any other follows from the bounds")
-    if place.given:
-        if full or join:
-            raise UsageError(f"A fixed place and {'--role full' if full else '--join'} exclude each other")
-        place.check()
-    if not full and not place.given and not join:
+    ways = [way for way, asked in (("a fixed place", place.given), ("--role full", full), ("--join", join)) if asked]
+    if len(ways) > 1:
+        raise UsageError(f"{ways[0].capitalize()} and {ways[1]} exclude each other", remedy="Leave one of the two out")
+    if not ways:
         raise UsageError(
             "There is no head to join", where="--join", expected="HOST:PORT, as generate --listen prints it"
         )
+    if place.given:
+        place.check()
     threads = o.at_least(0, threads, "--threads")
     shared = {"token": o.read_token(token_file), "deadline_s": o.seconds(deadline, "--deadline")}
     shared["ctrl_timeout_s"] = o.seconds(ctrl_timeout, "--ctrl-timeout")
