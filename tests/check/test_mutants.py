@@ -9,8 +9,10 @@ import pytest
 import torch
 
 from splitlm.check.compare import Comparison
-from splitlm.check.equivalence import Case, against
+from splitlm.check.equivalence import Case, against, equivalence
 from splitlm.core.cut import make_cut
+from splitlm.model.cache import SessionCache
+from splitlm.model.compute.exact import ExactEngine
 from splitlm.model.stage import Stage
 from splitlm.model.uncut import Uncut
 from tests.parity.chain import Bench, Step, forward, long_prompt, walk
@@ -159,3 +161,23 @@ def test_logits_that_differ_fail_though_every_id_agrees(judge: Callable[..., Com
     assert result.matches == len(result.steps)
     red(result, 1)
     assert "the ids agree" in result.failure
+
+
+@pytest.mark.parametrize("shift", [0, 1])
+def test_the_whole_check_sees_it(shift: int, tiny: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    """From the ring to the verdict: its engine is wrong on decode steps, and transformers' own model is not."""
+    run = ExactEngine.run
+
+    def moved(
+        self: ExactEngine, inputs: torch.Tensor, position: int, cache: SessionCache, logits: bool
+    ) -> torch.Tensor | None:
+        return run(self, inputs, position + shift * (cache.seen > 0 and inputs.shape[1] == 1), cache, logits)
+
+    monkeypatch.setattr(ExactEngine, "run", moved)
+    result = equivalence(str(tiny("llama")), ["A fox", "The sea"], max_new_tokens=6, stages=1)
+    assert result.ok is not bool(shift) and len(result.outcomes) == 2
+    for outcome in result.outcomes:
+        if shift:
+            red(outcome.comparison, 1)
+        else:
+            assert outcome.comparison.bit_equal

@@ -79,6 +79,13 @@ def test_another_text_than_the_golden_one_fails(
     assert "golden" in capsys.readouterr().err
 
 
+def test_bit_equality_can_be_asked_for() -> None:
+    seen = compare(NEAR, GOOD)
+    assert Outcome(Case("", ()), seen, "").ok and not Outcome(Case("", ()), seen, "", bits=True).ok
+    assert "at index 1 the logits are not bit-equal" in Outcome(Case("", ()), seen, "", bits=True).failure
+    assert Outcome(Case("", ()), compare(GOOD, GOOD), "", bits=True).ok
+
+
 def test_json_has_one_object_also_when_it_fails(
     verdict: Callable[..., None], capsys: pytest.CaptureFixture[str]
 ) -> None:

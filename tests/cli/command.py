@@ -6,6 +6,7 @@ import contextlib
 import io
 import logging
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -29,10 +30,10 @@ class Done:
 
     @property
     def paragraph(self) -> str:
-        """The error: the one line that begins with the program's name. Anything else on stderr is progress."""
+        """The error: the one line that begins with the program's name. Other lines are progress and warnings."""
         lines = [line for line in self.err.splitlines() if line]
         errors = [line for line in lines if line.startswith("splitlm: ")]
-        strange = [line for line in lines if not line.startswith(("splitlm: ", "· "))]
+        strange = [line for line in lines if not re.match(r"splitlm: |· |[\d:]{8} WARNING ", line)]
         assert len(errors) == 1 and not strange, self.err
         return errors[0].removeprefix("splitlm: ")
 

@@ -14,8 +14,7 @@ from splitlm.core.sampling import Sampling
 from splitlm.infer.request import Request
 from splitlm.model import payload
 from splitlm.wire.frame import Close, Hidden, Open, Spec, Token
-
-from .rig import Rig, ring
+from tests.infer.rig import Rig, ring
 
 PROMPTS = [(1, 40, 41, 42, 43, 44, 45, 46, 47), (1, 50), (1, 60, 61, 62, 63), (1, 70, 71)]
 CUTS = [((2, 4), False), ((2, 4), True), ((0, 3), True)]

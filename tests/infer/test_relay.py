@@ -17,9 +17,8 @@ from splitlm.model import payload
 from splitlm.model.load import ModelFiles
 from splitlm.wire.frame import Close, Frame, Header, Hidden, Open, Refused, Said, Token, Welcome
 from splitlm.wire.frame import decode_header as decode
+from tests.infer.rig import relays
 from tests.tiny import CONTEXT, HIDDEN, VOCAB
-
-from .rig import relays
 
 EPOCH = 3
 ROWS = torch.linspace(-1, 1, 2 * HIDDEN).reshape(1, 2, HIDDEN)
@@ -159,5 +158,5 @@ def test_sampling_that_makes_no_sense_is_refused_where_frames_are_read() -> None
     assert decode(data) == good
     bad = data.replace(msgspec.msgpack.encode(0.5), msgspec.msgpack.encode(-0.5))
     assert bad != data
-    with pytest.raises(ProtocolError, match="temperature is -0.5"):
+    with pytest.raises(ProtocolError, match=r"temperature is -0\.5"):
         decode(bad)

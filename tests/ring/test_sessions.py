@@ -27,6 +27,8 @@ from tests.parity.chain import long_prompt
 from tests.tiny import CONTEXT, HIDDEN, VOCAB
 
 PACE_MS = 10.0
+THREADS = 2
+"""Other than the one that the environment of all tests says, so that it must have been told to the stages."""
 CUTS = (2, 4)
 PROMPTS = [long_prompt(length, seed) for seed, length in enumerate((3, 11, 20, 33))]
 NEW = 16
@@ -57,7 +59,7 @@ def ran(tiny: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -
     trace = tmp_path_factory.mktemp("trace")
     folder = tiny("llama")
     with (
-        Ring(str(folder), cuts=CUTS, threads=1, pace_ms=PACE_MS, prefill_chunk=16, trace_dir=trace) as ring,
+        Ring(str(folder), cuts=CUTS, threads=THREADS, pace_ms=PACE_MS, prefill_chunk=16, trace_dir=trace) as ring,
         ThreadPoolExecutor(4) as pool,
     ):
 
@@ -111,7 +113,7 @@ def test_each_of_four_sessions_gives_what_it_gives_alone(ran: Ran) -> None:
 
 def test_stages_are_simulated_devices(ran: Ran) -> None:
     assert sorted(meta.node for meta in ran.metas) == [0, 1, 2]
-    assert all("paced" in meta.compute and meta.threads == 1 for meta in ran.metas)
+    assert all("paced" in meta.compute and meta.threads == THREADS for meta in ran.metas)
     assert all(step.compute_ms >= PACE_MS * (1 if step.node == 2 else 2) - 0.1 for step in ran.steps)
 
 

@@ -42,22 +42,29 @@ class Outcome:
     Attributes:
         text: that the ring generated.
         golden: whether it is the golden text; None where there was none.
+        bits: whether bit-equal logits were asked for.
     """
 
     case: Case
     comparison: Comparison
     text: str
     golden: bool | None = None
+    bits: bool = False
 
     @property
     def ok(self) -> bool:
         """Whether the prompt passed."""
-        return self.comparison.ok and self.golden is not False
+        return not self.failure
 
     @property
     def failure(self) -> str:
         """Why it did not; empty if it did."""
-        return self.comparison.failure or ("" if self.ok else "the text is not the golden one")
+        if self.comparison.failure:
+            return self.comparison.failure
+        if self.bits and not self.comparison.bit_equal:
+            first = next(step for step in self.comparison.steps if not (step.bit_equal and step.same))
+            return f"at index {first.index} the logits are not bit-equal (max |Δlogit| {self.comparison.delta:.2g})"
+        return "the text is not the golden one" if self.golden is False else ""
 
 
 @dataclass(frozen=True)
@@ -94,6 +101,7 @@ def equivalence(
     threads: int = 1,
     prefill_chunk: int = 128,
     golden: Path | None = None,
+    bits: bool = False,
     say: Say = lambda _: None,
     **ring: Any,
 ) -> Equivalence:
@@ -107,6 +115,7 @@ def equivalence(
         threads: of every stage and of the reference; another number gives other sums.
         prefill_chunk: of both sides, for the same reason.
         golden: file with the text that every prompt is to give.
+        bits: let nothing pass that is not bit-equal.
         ring: what else ``Ring`` takes (stages, cuts, private, loader, dtype …).
 
     Raises:
@@ -133,7 +142,7 @@ def equivalence(
         for case, out in zip(cases, made, strict=True):
             verdict = against(uncut, case, Run(out.tokens, out.logits), max_new_tokens, prefill_chunk, dtype)
             same = None if wanted is None else out.text.strip() == wanted
-            outcomes.append(Outcome(case, verdict, out.text, same))
+            outcomes.append(Outcome(case, verdict, out.text, same, bits))
     return Equivalence(cut, dtype, tuple(outcomes))
 
 

@@ -1,10 +1,91 @@
-"""x"""
+"""``splitlm bench``: figures of this build on this machine, as ratios measured in one run."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-app = typer.Typer()
+from splitlm.cli import options as o
+from splitlm.cli.console import Console, console
+from splitlm.cli.runs import RunOptions, run_dir
+
+if TYPE_CHECKING:
+    from splitlm.bench.figure import Figure
+
+app = typer.Typer(no_args_is_help=True)
+Repetitions = Annotated[int, typer.Option(help="Turns of each side that count.")]
+Json = Annotated[Path | None, typer.Option("--json", help="Where the result goes [default: the run's folder].")]
 
 
 @app.callback()
-def x() -> None:
-    """x"""
+def bench() -> None:
+    """Measure this build on this machine: ratios of one run, each beside its goal."""
+
+
+@app.command()
+def ring(
+    context: typer.Context,
+    run: RunOptions,
+    model: Annotated[str, typer.Argument(metavar="MODEL", help=o.MODEL_HELP)] = "smollm2-135m",
+    tokens: Annotated[int, typer.Option(help="New tokens per session and turn.")] = 64,
+    repetitions: Repetitions = 5,
+    only: Annotated[
+        list[str] | None, typer.Option(help="Only this comparison; may be given several times [default: all].")
+    ] = None,
+    json: Json = None,
+) -> None:
+    """A ring against the uncut model, its hops, two cores, simulated devices, and what tracing and privacy cost."""
+    from splitlm.bench.ring import COMPARISONS, measure
+
+    voice = console(context)
+    settings: dict[str, str | int] = {
+        "model": model,
+        "tokens": o.at_least(2, tokens, "--tokens"),
+        "repetitions": o.at_least(1, repetitions, "--repetitions"),
+    }
+    names = [o.choice(name, tuple(COMPARISONS), "--only") for name in only or COMPARISONS]
+    folder = run_dir("bench-ring", run.trace_dir, run.no_trace, run.run_label, {**settings, "only": names})
+    figures = measure(model, names, tokens=tokens, repetitions=repetitions, folder=folder, say=voice.say)
+    _finish(voice, "ring", settings, figures, json, folder)
+
+
+@app.command()
+def wire(
+    context: typer.Context,
+    run: RunOptions,
+    repetitions: Repetitions = 5,
+    messages: Annotated[int, typer.Option(help="Messages per turn.")] = 300,
+    json: Json = None,
+) -> None:
+    """Frames and links, in times of a bare echo of the same size."""
+    from splitlm.bench.wire import wire as measure
+
+    voice = console(context)
+    settings = {
+        "repetitions": o.at_least(1, repetitions, "--repetitions"),
+        "messages": o.at_least(1, messages, "--messages"),
+    }
+    folder = run_dir("bench-wire", run.trace_dir, run.no_trace, run.run_label, settings)
+    figures = measure(repetitions, messages, voice.say)
+    _finish(voice, "wire", settings, figures, json, folder)
+
+
+def _finish(
+    voice: Console,
+    name: str,
+    settings: Mapping[str, str | int],
+    figures: list[Figure],
+    path: Path | None,
+    folder: Path | None,
+) -> None:
+    from splitlm.bench.figure import table
+    from splitlm.bench.publish import save
+
+    voice.out(table(figures))
+    path = path or (folder / "result.json" if folder is not None else None)
+    if path is not None:
+        save(path, name, {**settings}, figures)
+        voice.say(f"result in {path}")

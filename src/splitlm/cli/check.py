@@ -50,6 +50,7 @@ def equivalence(
     golden: Annotated[
         Path | None, typer.Option(help="File with the text to be generated; without --prompt from BOS alone.")
     ] = None,
+    bit_equal: Annotated[bool, typer.Option("--bit-equal", help="Fail unless every logit has the same bits.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
 ) -> None:
     """Compare ids and logits of a ring of processes with MODEL uncut, token by token. Exit code 1 if they differ."""
@@ -62,6 +63,7 @@ def equivalence(
         "sessions": o.at_least(1, sessions, "--sessions"),
         "reference": reference,
         "golden": golden,
+        "bits": bit_equal,
     }
     voice.say("starting")
     from splitlm.check.equivalence import equivalence as compared

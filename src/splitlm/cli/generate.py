@@ -8,6 +8,7 @@ import typer
 
 from splitlm.cli import options as o
 from splitlm.cli.console import Console, console
+from splitlm.cli.interrupts import held
 from splitlm.cli.runs import RunOptions
 from splitlm.core.errors import UsageError
 
@@ -34,11 +35,12 @@ def generate(
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object per prompt.")] = False,
 ) -> None:
     """Generate text with MODEL cut into stages: processes on this machine, or machines that join with splitlm stage."""
-    if listen and ring.stages is None and not ring.cuts:
+    where = o.address(listen, "--listen") if listen else None
+    if where and ring.stages is None and not ring.cuts:
         raise UsageError(
             "It is not said how many stages are to join", where="--listen", expected="--stages or --cuts with it"
         )
-    settings = ring.settings(listen=o.address(listen, "--listen") if listen else None)
+    settings = ring.settings(listen=where)
     request = {
         "max_new_tokens": o.at_least(1, max_new_tokens, "--max-new-tokens"),
         "sampling": sampling.settings(),
@@ -75,7 +77,8 @@ def write(
     from concurrent.futures import ThreadPoolExecutor
 
     voice.say("starting")
-    from splitlm.local import Ring
+    with held():
+        from splitlm.local import Ring
 
     live = len(texts) == 1 and not as_json
     with Ring(model, say=voice.say, **settings) as ring:

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
-import signal
 import sys
 from collections.abc import Sequence
-from types import FrameType
 
 import typer
 
 from splitlm.cli import bench, check, demo, doctor, generate, plan, stage
 from splitlm.cli.console import Console, ReaderGoneError
+from splitlm.cli.interrupts import Interrupts
 from splitlm.cli.verb import verb
 from splitlm.core.errors import SplitlmError
 
@@ -60,7 +60,7 @@ def common(
     _ = context, version
 
 
-def run(arguments: Sequence[str] | None = None) -> int:
+def run(arguments: Sequence[str] | None = None, interrupts: Interrupts | None = None) -> int:
     """Run one verb; what goes wrong becomes a paragraph on stderr. Returns the exit code.
 
     0 done · 1 a check failed · 2 usage or configuration · 3 a peer or network · 4 a model or data file · 130 Ctrl-C.
@@ -75,6 +75,9 @@ def run(arguments: Sequence[str] | None = None) -> int:
             voice.error("stopped")
         return code if isinstance(code, int) else 0
     except SplitlmError as error:
+        if interrupts is not None and interrupts.came:
+            voice.error("stopped")
+            return STOPPED
         if voice.debug:
             raise
         voice.error(str(error))
@@ -107,13 +110,21 @@ def main() -> None:
     # Spinning OpenMP threads would take the core that the next stage computes on. torch reads this on import.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
-    signal.signal(signal.SIGTERM, _terminated)
+    interrupts = Interrupts()
+    interrupts.install()
     if missing:
         Console().error("stdout is closed. Expected a place for results. Use >/dev/null to drop them.")
         sys.exit(2)
-    code = run()
+    code = run(interrupts=interrupts)
     if code == READER_GONE:  # else the interpreter complains when it flushes
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    if code == STOPPED:
+        # All is closed by now. Where the interrupt hit a library's start-up code, the interpreter's own end would
+        # repeat the signal and change the exit code.
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(OSError):
+                stream.flush()
+        os._exit(code)
     sys.exit(code)
 
 
@@ -128,8 +139,3 @@ def _fill_standard_streams() -> bool:
         else:
             sys.stderr = os.fdopen(2, "w")
     return closed[1]
-
-
-def _terminated(_: int, __: FrameType | None) -> None:
-    """SIGTERM ends like Ctrl-C, whoever handles that now: in order, with every process and port freed."""
-    signal.raise_signal(signal.SIGINT)

@@ -9,6 +9,7 @@ import typer
 
 from splitlm.cli import options as o
 from splitlm.cli.console import Console, console
+from splitlm.cli.interrupts import held
 from splitlm.cli.tables import table
 
 if TYPE_CHECKING:
@@ -22,7 +23,8 @@ def plan(context: typer.Context, model: o.Model, cut: o.CutOptions, as_json: o.A
     settings = cut.settings()
     voice = console(context)
     voice.say("opening the model")
-    from splitlm.node import plan as planning
+    with held():
+        from splitlm.node import plan as planning
 
     made = planning.plan(model, **settings, say=voice.say)
     if as_json:

@@ -22,7 +22,7 @@ class RunOptions:
 
     @contextmanager
     def folder(self, verb: str, config: Mapping[str, object] | None = None) -> Iterator[Path | None]:
-        """The run's folder, made; see ``run_dir``. A run that failed before it began leaves none behind."""
+        """The run's folder, made, while it runs; a run that failed before it began leaves none behind."""
         new = self.trace_dir is None or not self.trace_dir.exists()
         folder = run_dir(verb, self.trace_dir, self.no_trace, self.run_label, config)
         try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import signal
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -11,6 +12,7 @@ import typer
 
 from splitlm.cli import options as o
 from splitlm.cli.console import Console, console
+from splitlm.cli.interrupts import held
 from splitlm.cli.runs import RunOptions
 from splitlm.core.errors import UsageError
 
@@ -89,14 +91,15 @@ def stage(
     full = role == "full"
     if role and not full:
         raise UsageError(f"{role!r} is no role", where="--role", expected="full; any other follows from the bounds")
-    if place.given:
-        if full or join:
-            raise UsageError(f"A fixed place and {'--role full' if full else '--join'} exclude each other")
-        place.check()
-    if not full and not place.given and not join:
+    ways = [way for way, asked in (("a fixed place", place.given), ("--role full", full), ("--join", join)) if asked]
+    if len(ways) > 1:
+        raise UsageError(f"{ways[0].capitalize()} and {ways[1]} exclude each other", remedy="Leave one of the two out")
+    if not ways:
         raise UsageError(
             "There is no head to join", where="--join", expected="HOST:PORT, as generate --listen prints it"
         )
+    if place.given:
+        place.check()
     threads = o.at_least(0, threads, "--threads")
     shared = {"token": o.read_token(token_file), "deadline_s": o.seconds(deadline, "--deadline")}
     shared["ctrl_timeout_s"] = o.seconds(ctrl_timeout, "--ctrl-timeout")
@@ -157,9 +160,11 @@ def _follow(
     head = o.address(place.ctrl, "--ctrl") if place else o.address(join, "--join")
     ends = (o.address(place.recv, "--recv"), o.address(place.send, "--send")) if place else None
     voice.say("starting")
-    from splitlm.model.source import resolve
-    from splitlm.node.join import Place, StageSettings, run_stage
+    with held():
+        from splitlm.model.source import resolve
+        from splitlm.node.join import Place, StageSettings, run_stage
 
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # for which asyncio puts a gentler one
     fixed = Place(place.layer_begin or 0, place.layer_end or 0, *ends) if place and ends else None
     asyncio.run(
         run_stage(

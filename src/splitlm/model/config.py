@@ -69,7 +69,7 @@ def read_config(folder: Path, raw: Mapping[str, Any], family: Family) -> Any:
             expected="weights in float32, bfloat16 or float16",
             remedy="Use the model as it was before quantization",
         )
-    for name in ("num_hidden_layers", "n_layer"):
+    for name in ("num_hidden_layers", "n_layer", "num_labels"):  # transformers makes lists of these lengths
         count = raw.get(name)
         if isinstance(count, int) and not 0 < count <= MAX_BLOCKS:
             raise _wrong(where, name, count, f"a number from 1 to {MAX_BLOCKS}")

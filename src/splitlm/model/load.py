@@ -35,6 +35,8 @@ from splitlm.model.skeleton import (
 from splitlm.model.whole import own_memory, whole_model
 
 Loader = Literal["shard", "hf"]
+Keys = tuple[str, dict[str, str]]
+"""Prefix of a module's names in the whole model, and the checkpoint's key of each of its tensors."""
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -199,71 +201,65 @@ class ModelFiles:
         if self._make is None:
             skeleton = build_skeleton(self.config, self.family, self.dtype, str(self.folder))
             self._make = block_factory(skeleton, self.config, self.family, self.dtype, str(self.folder))
-        blocks = [self._block(i, {}, {}, {}) for i in indices]
-        for block in blocks:
+        blocks = []
+        for i in indices:
+            block = self._built(self._make, i)
+            self._fill(block, self._keys(block, self.family.block_prefix(i)), {})
             residency.check_filled(block, str(self.folder))
+            blocks.append(block)
         return blocks
 
     def _load_shard(self, segment: Segment, shared: dict[str, torch.Tensor]) -> Part:
-        timings = dict.fromkeys(("construct", "read", "assign"), 0.0)
-        where, before = str(self.folder), len(self.index.reads)
+        where, before, held = str(self.folder), len(self.index.reads), set(shared)
         started = time.perf_counter()
         model = build_skeleton(self.config, self.family, self.dtype, where)
-        self._make = block_factory(model, self.config, self.family, self.dtype, where)
+        self._make = make = block_factory(model, self.config, self.family, self.dtype, where)
         leave_out(model, self.family, segment, self.dtype)
-        compute_buffers(model, where)  # before the weights: it would initialise those of the same module too
-        timings["construct"] += time.perf_counter() - started
-        held = set(shared)
-        keys = self._fill(model, "", shared, timings)
-        blocks = [self._block(i, shared, timings, keys) for i in segment.blocks]
-        started = time.perf_counter()
+        blocks = [self._built(make, i) for i in segment.blocks]
+        keys = [self._keys(model, "")]
+        keys += [self._keys(b, self.family.block_prefix(i)) for i, b in zip(segment.blocks, blocks, strict=True)]
+        names = {prefix + local: key for prefix, of in keys for local, key in of.items()}
+        residency.check_names(names, residency.prefixes(self.family, segment), where)
+        # After the shapes are known to be right: a wrong head size asks for gigabytes of rotary frequencies.
+        # Before the weights: a module's parameters are initialised along with its buffers.
+        compute_buffers(model, where)
+        built = time.perf_counter()
+        read_s = sum(self._fill(module, of, shared) for module, of in zip([model, *blocks], keys, strict=True))
         set_blocks(model, self.family, segment, blocks, self.config)
-        timings["construct"] += time.perf_counter() - started
-        residency.check_names(keys, residency.prefixes(self.family, segment), where)
-        residency.check_reads(self.index.reads[before:], set(keys.values()) - held, where)
+        residency.check_reads(self.index.reads[before:], set(names.values()) - held, where)
+        done = time.perf_counter()
+        timings = {"construct": built - started, "read": read_s, "assign": done - built - read_s}
         return Part(segment, model, self._windows_of(segment), {k: v * 1e3 for k, v in timings.items()})
 
-    def _block(
-        self, index: int, shared: dict[str, torch.Tensor], timings: dict[str, float], keys: dict[str, str]
-    ) -> nn.Module:
-        """One block, built and filled. Its keys are added to ``keys``, and its times to ``timings``."""
-        if self._make is None:
-            raise RuntimeError("there is no block factory yet")
-        started = time.perf_counter()
+    def _built(self, make: BlockFactory, index: int) -> nn.Module:
         self.built.append(index)
-        block = self._make(index)
-        timings["construct"] = timings.get("construct", 0.0) + time.perf_counter() - started
-        keys |= self._fill(block, self.family.block_prefix(index), shared, timings)
-        return block
+        return make(index)
 
-    def _fill(
-        self, module: nn.Module, prefix: str, shared: dict[str, torch.Tensor], timings: dict[str, float]
-    ) -> dict[str, str]:
-        """Load every tensor that a meta module lacks; the keys read or shared, by the whole model's names."""
-        started, read_s = time.perf_counter(), 0.0
-        table = self.key(self.family.embed_key)
-        state: dict[str, torch.Tensor] = {}
-        keys: dict[str, str] = {}
-        targets = module.state_dict(keep_vars=True)
-        for local, target in targets.items():
-            key = self.key(prefix + local)
+    def _keys(self, module: nn.Module, prefix: str) -> Keys:
+        """The checkpoint's key of every tensor that a meta module lacks, each found and of the right shape."""
+        found: dict[str, str] = {}
+        for local, target in module.state_dict(keep_vars=True).items():
+            found[local] = key = self.key(prefix + local)
             residency.check_entry(key, self.index.entry(key), target)
-            keys[prefix + local] = key
-        for local, target in targets.items():
-            key = keys[prefix + local]
+        return prefix, found
+
+    def _fill(self, module: nn.Module, keys: Keys, shared: dict[str, torch.Tensor]) -> float:
+        """Load the tensors of a meta module, one by one; the seconds spent on reading."""
+        read_s, table = 0.0, self.key(self.family.embed_key)
+        state: dict[str, torch.Tensor] = {}
+        targets = module.state_dict(keep_vars=True)
+        for local, key in keys[1].items():
             tensor = shared.get(key)
             if tensor is None:
                 before = time.perf_counter()
-                tensor = self.index.read(key, self.dtype if target.is_floating_point() else None)
+                tensor = self.index.read(key, self.dtype if targets[local].is_floating_point() else None)
                 read_s += time.perf_counter() - before
                 if self.tied and key == table:
                     shared[key] = tensor
             state[local] = tensor
         with foreign("The tensors do not fit the model", str(self.folder), "weights that agree with config.json"):
             module.load_state_dict(state, assign=True, strict=True)
-        timings["read"] = timings.get("read", 0.0) + read_s
-        timings["assign"] = timings.get("assign", 0.0) + time.perf_counter() - started - read_s
-        return keys
+        return read_s
 
     def _load_whole(self, segment: Segment, shared: dict[str, torch.Tensor]) -> Part:
         started = time.perf_counter()

@@ -28,7 +28,7 @@ def whole_model(folder: Path, dtype: torch.dtype) -> Any:
     missing = sorted(map(str, info["missing_keys"]))
     if missing:
         raise CheckpointError(
-            f"There is no tensor {missing[0]!r}",
+            f"There is no tensor {', '.join(map(repr, missing[:3]))}{' and more' * (len(missing) > 3)}",
             where=str(folder),
             expected="every tensor of the model that config.json describes",
         )

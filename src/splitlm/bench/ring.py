@@ -1,0 +1,295 @@
+"""The figures of a ring without migration. Each function measures one comparison and gives its figures."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from splitlm.bench.arm import Arm
+from splitlm.bench.figure import Figure, Goal, figure, ratios
+from splitlm.bench.turns import interleave
+
+STAGES = 3
+HOP_SAMPLES = 300
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What every comparison is measured with.
+
+    Attributes:
+        model: the model's folder.
+        toy: folder of the tiny model, for simulated devices.
+        work: folder for traces.
+        hidden: width of the model's hidden states, in values.
+        tokens: new tokens per session and turn.
+        repetitions: turns that count.
+        say: takes one line of progress.
+    """
+
+    model: str
+    toy: str
+    work: Path
+    hidden: int
+    tokens: int = 64
+    repetitions: int = 5
+    dtype: str = "float32"
+    say: Callable[[str], None] = lambda _: None
+
+    def arms(self) -> _Arms:
+        """A group of arms that end together."""
+        return _Arms(self)
+
+    @property
+    def frame_bytes(self) -> int:
+        """Size of a decode step's frame: one row in fp32, and some 100 bytes around it."""
+        return 4 * self.hidden + 100
+
+
+class _Arms(ExitStack):
+    """Arms of one comparison; started one after the other, ended together."""
+
+    def __init__(self, plan: Plan) -> None:
+        super().__init__()
+        self._plan = plan
+
+    def start(self, kind: str, **settings: Any) -> Arm:
+        return self.enter_context(Arm(kind, **settings)).ready()
+
+    def ring(self, **settings: Any) -> Arm:
+        plan = self._plan
+        return self.start("ring", **{"model": plan.model, "dtype": plan.dtype, **settings})
+
+    def uncut(self, **settings: Any) -> Arm:
+        return self.start("uncut", model=self._plan.model, dtype=self._plan.dtype, **settings)
+
+
+def stream(plan: Plan) -> list[Figure]:
+    """One stream through a ring of three against the uncut model, and where its time goes."""
+    with plan.arms() as arms:
+        ring = arms.ring(stages=STAGES, trace=str(plan.work / "stream"))
+        uncut, echo = arms.uncut(), arms.start("echo")
+        bare = arms.start("bare-ring", model=plan.model, dtype=plan.dtype, cuts=ring.told["cuts"])
+        hops: list[float] = []
+
+        def bare_rate() -> float:
+            took = bare.run(tokens=plan.tokens)
+            hops.append(took["hop_ms"])
+            return float(took["tokens"]) / float(took["seconds"])
+
+        samples = interleave(
+            {
+                "ring": lambda: ring.rate(tokens=plan.tokens),
+                "uncut": lambda: uncut.rate(tokens=plan.tokens),
+                "bare": bare_rate,
+                "echo": lambda: float(echo.run(size=plan.frame_bytes, count=HOP_SAMPLES)["ms"]),
+            },
+            plan.repetitions,
+            plan.say,
+        )
+        seen = ring.run("finish")
+    p50, p90, count = seen["hops"]
+    unit = sorted(samples["echo"])[len(samples["echo"]) // 2]
+    each = ", ".join(f"{name} {ms:.3f} ms" for name, ms in seen["each_hop"].items())
+    compute = ", ".join(f"{ms:.2f} ms" for ms in seen["compute"].values())
+    bare_hop = sorted(hops)[len(hops) // 2]
+    return [
+        figure(
+            "stream",
+            f"one stream, ring of {STAGES} ÷ our uncut loop, tokens/s, exact fp32",
+            ratios(samples, "ring", "uncut"),
+            goal=Goal(">=", 0.95, 0.97),
+            note=f"cuts {','.join(map(str, ring.told['cuts']))}, median compute per stage {compute}",
+        ),
+        figure(
+            "stream-ceiling",
+            "the same stages over blocking sockets, no loop, no trace ÷ our uncut loop",
+            ratios(samples, "bare", "uncut"),
+        ),
+        figure("stream-bare", "our ring ÷ the bare-socket ring", ratios(samples, "ring", "bare")),
+        Figure(
+            name="hop",
+            text="hop beyond compute, loopback, p50 (high: p90)",
+            value=p50,
+            low=p50,
+            high=p90,
+            count=count,
+            unit="ms",
+            goal=Goal("<=", 0.3, 0.2),
+            note=f"medians: {each}; bare-socket ring {bare_hop:.3f} ms",
+        ),
+        figure(
+            "hop-echo",
+            f"the same hop ÷ one way of a bare echo of {plan.frame_bytes} bytes",
+            [p50 / ms for ms in samples["echo"]],
+            note=f"bare echo {unit:.4f} ms, back to back",
+        ),
+        figure(
+            "laps",
+            "recv_wait + queue + compute + send against the head's lap: median difference, per stage",
+            [100 * error for error in seen["lap_errors"].values()],
+            unit="%",
+            goal=Goal("<=", 5),
+        ),
+    ]
+
+
+def uncut(plan: Plan) -> list[Figure]:
+    """Our uncut loop against transformers' ``generate``."""
+    with plan.arms() as arms:
+        ours = arms.uncut()
+        theirs = arms.start("generate", model=plan.model, dtype=plan.dtype)
+        sides = {"ours": lambda: ours.rate(tokens=plan.tokens), "generate": lambda: theirs.rate(tokens=plan.tokens)}
+        samples = interleave(sides, plan.repetitions, plan.say)
+    text = "our uncut loop ÷ transformers generate, tokens/s, exact, greedy, same threads"
+    return [figure("uncut", text, ratios(samples, "ours", "generate"), goal=Goal(">=", 1.0))]
+
+
+def cores(plan: Plan) -> list[Figure]:
+    """Two stages on a core each: two sessions against one, beside what the two cores can do at all."""
+    core = sorted(os.sched_getaffinity(0))[:2]
+    if len(core) < 2:
+        plan.say("cores: left out, this machine has one core")
+        return []
+    with plan.arms() as arms:
+        ring = arms.ring(stages=2, pins=core)
+        alone = [arms.uncut(core=number) for number in core]
+
+        def both() -> float:
+            for arm in alone:
+                arm.ask(tokens=plan.tokens)
+            took = [arm.answer() for arm in alone]
+            return sum(int(t["tokens"]) for t in took) / max(float(t["seconds"]) for t in took)
+
+        samples = interleave(
+            {
+                "one session": lambda: ring.rate(tokens=plan.tokens),
+                "two sessions": lambda: ring.rate(tokens=plan.tokens, sessions=2),
+                "one core": lambda: sum(arm.rate(tokens=plan.tokens) for arm in alone) / 2,
+                "two cores": both,
+            },
+            plan.repetitions,
+            plan.say,
+        )
+    return [
+        figure(
+            "cores",
+            "2 stages, one core each, 2 sessions ÷ 1, tokens/s, exact fp32, one session per forward",
+            ratios(samples, "two sessions", "one session"),
+            goal=Goal(">=", 1.8, 1.9),
+            note=f"cut {ring.told['cuts'][0]}",
+        ),
+        figure(
+            "cores-ceiling",
+            "two independent uncut processes, one core each ÷ one of them",
+            ratios(samples, "two cores", "one core"),
+        ),
+    ]
+
+
+def devices(plan: Plan) -> list[Figure]:
+    """Three simulated devices: four sessions against one."""
+    with plan.arms() as arms:
+        real = arms.start("uncut", model=plan.toy)
+        blocks = 6
+        real.rate(tokens=plan.tokens)
+        block_ms = 1e3 / real.rate(tokens=plan.tokens) / blocks
+        pace = max(2.0, 6 * block_ms)
+        ring = arms.start("ring", model=plan.toy, cuts=[2, 4], pace_ms=pace)
+        samples = interleave(
+            {
+                "one": lambda: ring.rate(tokens=plan.tokens),
+                "four": lambda: ring.rate(tokens=plan.tokens, sessions=4),
+            },
+            plan.repetitions,
+            plan.say,
+        )
+    return [
+        figure(
+            "devices",
+            "3 stages on simulated devices, 4 sessions ÷ 1, tokens/s",
+            ratios(samples, "four", "one"),
+            goal=Goal(">=", 2.7),
+            note=f"each block takes {pace:.1f} ms, {pace / block_ms:.1f} × its real time on this machine",
+        )
+    ]
+
+
+def trace(plan: Plan) -> list[Figure]:
+    """What tracing costs."""
+    with plan.arms() as arms:
+        on, off = arms.ring(stages=STAGES, trace=str(plan.work / "traced")), arms.ring(stages=STAGES)
+        sides = {"on": lambda: on.rate(tokens=plan.tokens), "off": lambda: off.rate(tokens=plan.tokens)}
+        samples = interleave(sides, plan.repetitions, plan.say)
+    text = f"ring of {STAGES}, trace on ÷ off, tokens/s"
+    return [figure("trace", text, ratios(samples, "on", "off"), goal=Goal(">=", 0.99))]
+
+
+def private(plan: Plan) -> list[Figure]:
+    """What it costs to keep norm and head on the asker's machine."""
+    with plan.arms() as arms:
+        closed, plain = arms.ring(stages=STAGES, private=True), arms.ring(stages=STAGES)
+        sides = {"private": lambda: closed.rate(tokens=plan.tokens), "plain": lambda: plain.rate(tokens=plan.tokens)}
+        samples = interleave(sides, plan.repetitions, plan.say)
+    text = f"private ring of {STAGES} ÷ plain ring, tokens/s, one stream"
+    return [figure("private", text, ratios(samples, "private", "plain"))]
+
+
+COMPARISONS: dict[str, Callable[[Plan], list[Figure]]] = {
+    "stream": stream,
+    "uncut": uncut,
+    "cores": cores,
+    "devices": devices,
+    "trace": trace,
+    "private": private,
+}
+
+
+def measure(
+    model: str,
+    names: Sequence[str],
+    *,
+    tokens: int,
+    repetitions: int,
+    folder: Path | None = None,
+    say: Callable[[str], None] = lambda _: None,
+) -> list[Figure]:
+    """The figures of these comparisons.
+
+    Args:
+        model: hub id, directory or ``smollm2-135m``.
+        names: keys of ``COMPARISONS``.
+        tokens: new tokens per session and turn.
+        repetitions: turns that count.
+        folder: where traces go; None keeps none.
+        say: takes one line of progress.
+
+    Raises:
+        ModelMissingError: there is no such model.
+        SplitlmError: a ring could not be formed, or broke.
+    """
+    from splitlm.model import toy
+    from splitlm.model.load import ModelFiles
+    from splitlm.model.source import resolve
+
+    found = resolve(model, progress=say)
+    with tempfile.TemporaryDirectory(prefix="splitlm-bench-") as scratch:
+        plan = Plan(
+            model=str(found),
+            toy=str(toy.build(Path(scratch, "toy"))) if "devices" in names else "",
+            work=folder.absolute() if folder is not None else Path(scratch),
+            hidden=ModelFiles(found).hidden,
+            tokens=tokens,
+            repetitions=repetitions,
+            say=say,
+        )
+        figures: list[Figure] = []
+        for name in names:
+            say(f"{name}: {str(COMPARISONS[name].__doc__).splitlines()[0]}")
+            figures += COMPARISONS[name](plan)
+    return figures

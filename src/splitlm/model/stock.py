@@ -1,0 +1,40 @@
+"""What a user has without us: transformers' own ``generate``. Only comparisons use it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM
+
+from splitlm.model.load import ModelFiles
+
+
+class Stock:
+    """A whole model as transformers loads and runs it.
+
+    Args:
+        files: the model's directory and element type.
+    """
+
+    def __init__(self, files: ModelFiles) -> None:
+        model = AutoModelForCausalLM.from_pretrained(files.folder, dtype=files.dtype, local_files_only=True).eval()
+        for param in model.parameters():  # aligned like ours: an advantage for neither side
+            param.data = param.data.clone(memory_format=torch.contiguous_format)
+        self._model: Any = model
+
+    @torch.inference_mode()
+    def generate(self, prompt: Sequence[int], new_tokens: int) -> list[int]:
+        """So many greedy tokens with a KV cache, whatever they are."""
+        ids = torch.tensor([list(prompt)])
+        out: torch.Tensor = self._model.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            min_new_tokens=new_tokens,
+            max_new_tokens=new_tokens,
+            do_sample=False,
+            use_cache=True,
+        )
+        made: list[int] = out[0, len(prompt) :].tolist()
+        return made

@@ -1,0 +1,86 @@
+"""The benches run to their end on a tiny model, tell every figure, and leave no process behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from splitlm.bench.arm import Arm
+from splitlm.bench.publish import load
+from splitlm.bench.ring import measure
+from splitlm.core.errors import SplitlmError, UsageError
+
+
+def splitlm(*words: str, code: int = 0) -> str:
+    done = subprocess.run(
+        [sys.executable, "-m", "splitlm", "--quiet", *words], capture_output=True, text=True, timeout=240, check=False
+    )
+    assert done.returncode == code, done.stderr
+    return done.stdout if code == 0 else done.stderr
+
+
+@pytest.mark.slow
+def test_bench_wire(tmp_path: Path) -> None:
+    """Every figure, sane: a link is dearer than a bare socket, and not by a thousand times."""
+    out = splitlm("bench", "wire", "--repetitions", "1", "--messages", "30", "--trace-dir", str(tmp_path))
+    figures = {f.name: f for f in load(tmp_path / "result.json").figures}
+    assert set(figures) >= {"link-hop", "link-decode", "link-chunk", "link-1mib", "throughput", "handshake", "crc"}
+    assert all(name in out for name in figures)
+    assert 1 < figures["link-decode"].value < 1000
+    assert 0.01 < figures["throughput"].value < 2
+    assert 5 < figures["crc"].value < 150
+
+
+@pytest.mark.slow
+def test_bench_ring(tiny: Callable[[str], Path], tmp_path: Path) -> None:
+    """Two comparisons: hops and laps come from the trace, the ceiling from the bare ring."""
+    result = tmp_path / "out" / "r.json"
+    words = ("--tokens", "6", "--repetitions", "1", "--only", "stream", "--only", "uncut", "--json", str(result))
+    out = splitlm("bench", "ring", str(tiny("llama")), *words, "--trace-dir", str(tmp_path / "run"))
+    figures = {f.name: f for f in load(result).figures}
+    assert {"stream", "stream-ceiling", "hop", "hop-echo", "laps", "uncut"} <= set(figures)
+    assert "private" not in figures and "private" not in out
+    assert 0 < figures["stream"].value < 20
+    assert figures["hop"].count == 2 * 5 * 3
+    assert 0 < figures["hop"].value < 1000 and figures["hop-echo"].value > 1
+    assert json.loads((tmp_path / "run" / "run.json").read_text())["config"]["only"] == ["stream", "uncut"]
+
+
+@pytest.mark.slow
+def test_bench_ring_with_several_sessions(tiny: Callable[[str], Path]) -> None:
+    """Simulated devices overlap, on any machine: four sessions are faster than one."""
+    figures = measure(str(tiny("llama")), ["devices"], tokens=8, repetitions=1)
+    assert [f.name for f in figures] == ["devices"]
+    assert 1.2 < figures[0].value < 5
+
+
+def test_unknown_comparisons_are_named() -> None:
+    """And so are those that exist."""
+    assert "stream" in splitlm("bench", "ring", "--only", "nonsense", code=2)
+
+
+def test_an_arm_that_fails_says_why() -> None:
+    """The child's last words reach the caller, and it is reaped."""
+    with Arm("nonsense") as arm, pytest.raises(UsageError, match="no kind of bench process"):
+        arm.ready()
+    with pytest.raises(ProcessLookupError):
+        os.kill(arm.pid, 0)
+    with Arm("uncut", model="/nonexistent") as arm, pytest.raises(SplitlmError, match="uncut"):
+        arm.ready()
+
+
+def test_an_arm_ends_with_its_input() -> None:
+    """An echo takes turns, then its server ends with it."""
+    with Arm("echo").ready() as arm:
+        took = arm.run(size=100, count=5)
+        assert 0 < took["ms"] <= took["p90"] < 1000
+        children = Path(f"/proc/{arm.pid}/task/{arm.pid}/children").read_text().split()
+        assert len(children) == 1
+    with pytest.raises(ProcessLookupError):
+        os.kill(int(children[0]), 0)
