@@ -22,6 +22,8 @@ OLD = make_cut(9, (3, 6))
 NEW = shift(OLD, 1, 1)
 MOVE = Decision("forced-shift", NEW, predicted_ms=1.5)
 NODES = (0, 1, 2)
+ORDER = (1, 2, 0)
+"""The head's own stage is told last: it works in the head's process."""
 
 
 # apply and decide, without a loop
@@ -43,19 +45,19 @@ def ready(state: State, *nodes: int, seq: int = 1) -> State:
 
 def test_every_follower_is_asked_and_told_and_may_forget() -> None:
     state = apply(fresh(), Begin(MOVE))
-    assert decide(state) == [(node, m.Prepare(1, 1, "forced-shift", NEW)) for node in NODES]
+    assert decide(state) == [(node, m.Prepare(1, 1, "forced-shift", NEW)) for node in ORDER]
     state = ready(settle(state), 0, 1)
     assert decide(state) == [] and state.acks == 2
     state = ready(state, 1)
     assert state.acks == 2, "a repeated READY counts once"
     state = ready(state, 2)
-    assert decide(state) == [(node, m.Commit(1, 1)) for node in NODES]
+    assert decide(state) == [(node, m.Commit(1, 1)) for node in ORDER]
     state = settle(state)
     for node in NODES:
         assert state.ended == "" and state.cut == OLD
         state = apply(state, Heard(node, m.Done(1)))
     assert (state.ended, state.cut, state.acks) == ("committed", NEW, 3)
-    assert decide(state) == [(node, m.Finish(1)) for node in NODES]
+    assert decide(state) == [(node, m.Finish(1)) for node in ORDER]
 
 
 def test_a_noop_keeps_the_cut_and_needs_no_finish() -> None:
@@ -70,7 +72,7 @@ def test_a_refusal_is_told_to_all_with_who_and_what() -> None:
     state = settle(ready(apply(fresh(), Begin(MOVE)), 0))
     state = apply(state, Heard(1, m.Nack(1, "no room for block 3")))
     reason = "Node 1 refused: no room for block 3 in state 'gathering' of barrier 1"
-    assert decide(state) == [(node, m.Abort(1, reason)) for node in NODES]
+    assert decide(state) == [(node, m.Abort(1, reason)) for node in ORDER]
     state = apply(settle(state), Told(1))
     assert (state.ended, state.cut, state.reason) == ("aborted", OLD, reason)
 
@@ -315,8 +317,27 @@ def test_a_stage_that_cannot_be_told_is_lost() -> None:
         ring.broken = {1}
         with pytest.raises(PeerLostError, match="Node 1 was lost: Peer 1 is gone in state 'gathering'"):
             await ring.coordinator.barrier()
+        told = {
+            kind: [node for node, message in ring.sent if isinstance(message, kind)] for kind in (m.Prepare, m.Abort)
+        }
+        assert told == {m.Prepare: [1, 2, 0], m.Abort: [1, 2, 0]}
 
     play(story)
+
+
+def test_a_stage_that_takes_no_message_is_lost_and_the_others_are_told() -> None:
+    async def story(ring: Ring) -> None:
+        send = ring.coordinator._send
+
+        async def clogged(node: int, message: m.Message) -> None:
+            await (asyncio.Event().wait() if node == 1 else send(node, message))
+
+        ring.coordinator._send = clogged
+        with pytest.raises(PeerLostError, match=r"Node 1 was lost: It took no Prepare message in 0\.05 s"):
+            await ring.coordinator.barrier()
+        assert [node for node, message in ring.sent if isinstance(message, m.Prepare)] == [2, 0]
+
+    play(story, timeout=0.05)
 
 
 def test_a_stage_lost_between_barriers_is_told_at_the_next_one() -> None:

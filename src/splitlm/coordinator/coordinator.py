@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
 
 from msgspec.structs import replace
@@ -87,8 +88,7 @@ class Coordinator:
             NetworkError: the coordinator has stopped.
         """
         self._advance(Announced(cut))
-        for node in sorted(self._state.leader.followers):
-            await self._say(node, messages.Announce(cut))
+        await self._say([(node, messages.Announce(cut)) for node in sorted(self._state.leader.followers)])
         await self._stop_if_failed()
 
     async def staged(self, timeout: float) -> bool:
@@ -149,19 +149,24 @@ class Coordinator:
         """Send what is owed."""
         state, said = self._state, decide(self._state)
         self._state = replace(state, owed=())
-        for node, message in said:
-            await self._say(node, message)
+        await self._say(said)
         if any(action.does == "say ABORT" for action in state.owed):
             self._advance(Told(state.leader.seq))
 
-    async def _say(self, node: int, message: messages.Message) -> None:
-        try:
-            async with asyncio.timeout(self._timeout_s):
-                await self._send(node, message)
-        except NetworkError as error:
-            self.lost(node, str(error))
-        except TimeoutError:
-            self.lost(node, f"It took no {type(message).__name__} message in {self._timeout_s:g} s")
+    async def _say(self, said: Sequence[tuple[int, messages.Message]]) -> None:
+        """Send these; who cannot be reached is lost."""
+        rest = deque(said)
+        while rest:
+            try:
+                async with asyncio.timeout(self._timeout_s):
+                    while rest:
+                        await self._send(*rest[0])
+                        rest.popleft()
+            except NetworkError as error:
+                self.lost(rest.popleft()[0], str(error))
+            except TimeoutError:
+                node, message = rest.popleft()
+                self.lost(node, f"It took no {type(message).__name__} message in {self._timeout_s:g} s")
 
     async def _wait(self, changed: asyncio.Event, until: float | None) -> bool:
         """Wait for a change; whether it came in time."""

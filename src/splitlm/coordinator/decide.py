@@ -13,7 +13,8 @@ MAX_REASON = 2000
 
 def decide(state: State) -> list[tuple[int, Message]]:
     """The messages for what is owed, with their receivers, in the order in which they are to be sent."""
-    nodes = sorted(state.leader.followers)
+    # The head's own stage last: it works in this process, and the others can do so meanwhile.
+    nodes = sorted(state.leader.followers, key=lambda node: (node == 0, node))
     said = []
     for action in state.owed:
         message = _message(state, action)

@@ -25,6 +25,10 @@ import msgspec
 from splitlm.core.barrier_rows import FOLLOWER, LEADER, Does, On, Role, Row, Where, Which
 
 Table = Mapping[tuple[Role, Where, On, Which], Row]
+REASONED: frozenset[Does] = frozenset(
+    ("say NACK", "say ABORT", "discard", "stop: peer lost", "stop: state unknown", "stop: violation")
+)
+"""What is done with a reason."""
 MESSAGES: tuple[On, ...] = ("PREPARE", "READY", "NACK", "COMMIT", "DONE", "ABORT")
 
 
@@ -135,7 +139,7 @@ def step(state: Follower | Leader, event: Event, table: Table = TABLE) -> tuple[
             raise RuntimeError(f"a {role} in state {state.where} cannot take {event}")
         return state, ()  # a timer or a piece of work that ended after its barrier was over
     after = _changed(state, event, row)
-    reason = _reason(state, event, row)
+    reason = _reason(state, event, row) if REASONED.intersection(row.does) else ""
     return after, tuple(Action(does, after.seq, after.proposed, reason) for does in row.does)
 
 

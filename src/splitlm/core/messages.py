@@ -200,6 +200,8 @@ Any = (
     | Abort
     | Finish
 )
+_DECODER = msgspec.json.Decoder(Any)
+"""Made once: looking at all kinds of message takes longer than reading one."""
 
 
 def trouble(error: SplitlmError) -> Trouble:
@@ -234,7 +236,7 @@ def decode(data: bytes | bytearray | memoryview, where: str = "") -> Any:
             f"A control message of {len(data)} bytes came", where=where, expected=f"at most {MAX_MESSAGE_BYTES} bytes"
         )
     try:
-        return msgspec.json.decode(data, type=Any)
+        return _DECODER.decode(data)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, SplitlmError) as error:
         raise ProtocolError(
             f"A control message could not be read: {error}",
