@@ -217,13 +217,17 @@ class World:
                     raise Violation(f"no barrier is under way; leader {self.leader.epoch}, follower {i}: {state.epoch}")
 
     def check_rest(self) -> None:
-        """What holds once nothing is under way: all idle in one epoch, or someone has stopped."""
-        if not self.someone_stopped:
-            for i, state in self.followers.items():
-                if state.where != "idle":
-                    raise Violation(f"at rest, follower {i} hangs: {state}")
-            if self.leader.where != "idle":
-                raise Violation(f"at rest, the leader hangs: {self.leader}")
+        """What holds once nothing is under way: nobody hangs, who lost a peer has stopped, one epoch serves."""
+        alive = {i: s.where for i, s in self.followers.items() if i not in self.crashed}
+        if -1 in self.crashed:
+            if set(alive.values()) - {"stopped"}:
+                raise Violation(f"the leader is dead and followers go on: {alive}")
+        elif self.crashed and self.leader.where != "stopped":
+            raise Violation(f"follower {self.crashed} is dead and the leader goes on: {self.leader}")
+        if set(alive.values()) - {"idle", "stopped"}:
+            raise Violation(f"at rest, a follower hangs: {alive}")
+        if -1 not in self.crashed and self.leader.where not in ("idle", "stopped"):
+            raise Violation(f"at rest, the leader hangs: {self.leader}")
         serving = {s.epoch for i, s in self.followers.items() if s.where == "idle" and i not in self.crashed}
         if len(serving) > 1 and not self.someone_stopped:
             raise Violation(f"two epochs serve at once: {serving}")

@@ -164,6 +164,11 @@ MUTANTS: dict[str, tuple[tuple[str, str, str, str], dict[str, object]]] = {
         {"then": None, "sets": (), "does": ()},
     ),
     "a follower ignores ABORT": (("follower", "prepared", "ABORT", "same"), {"then": None, "does": ()}),
+    "a follower that is idle does not mind the loss of the head": (("follower", "idle", "lost", ""), {"then": None}),
+    "a follower waits for ever after READY": (("follower", "prepared", "timeout", "same"), {"then": None, "does": ()}),
+    "the leader waits for ever for READY": (("leader", "gathering", "timeout", "same"), {"then": None, "does": ()}),
+    "the leader goes on gathering without a lost follower": (("leader", "gathering", "lost", ""), {"then": None}),
+    "the leader forgets a loss between barriers": (("leader", "idle", "lost", ""), {"then": None}),
     "a follower goes on when the head is lost": (
         ("follower", "prepared", "lost", ""),
         {"then": "idle", "does": ("stop timer", "discard")},
