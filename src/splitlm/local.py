@@ -37,7 +37,7 @@ from splitlm.model.source import resolve
 from splitlm.model.text import TextCodec
 from splitlm.node.processes import start_stages
 from splitlm.node.ring import RingHost
-from splitlm.node.settings import RingSettings, StageReport
+from splitlm.node.settings import RingSettings, Shift, StageReport
 from splitlm.node.thread import LoopThread, not_open
 
 
@@ -104,6 +104,8 @@ class Ring:
         token: str = "",
         deadline_s: float = 60.0,
         ctrl_timeout_s: float = TIMEOUT_S,
+        window: int = 20,
+        shifts: Sequence[Shift] = (),
         trace_dir: Path | str | None = None,
         say: Callable[[str], None] = lambda _: None,
     ) -> None:
@@ -129,6 +131,8 @@ class Ring:
             "send": send,
             "deadline_s": deadline_s,
             "ctrl_timeout_s": ctrl_timeout_s,
+            "window": window,
+            "shifts": tuple(shifts),
             "trace_dir": Path(trace_dir) if trace_dir is not None else None,
         }
         self._lock = threading.Lock()

@@ -46,6 +46,7 @@ class Assign(Message, frozen=True):
         deadline_s: how long to wait for neighbours.
         pace_ms: least time per block, for simulated devices; 0 is off.
         ring: number of this ring, to be claimed on data links.
+        barrier_s: how long a stage waits for the head's word in a barrier.
     """
 
     node: int
@@ -59,6 +60,7 @@ class Assign(Message, frozen=True):
     deadline_s: float
     pace_ms: float = 0.0
     ring: str = ""
+    barrier_s: float = 5.0
 
 
 class Loaded(Message, frozen=True):
@@ -71,6 +73,7 @@ class Loaded(Message, frozen=True):
     port: int
     parameters: int
     resident_bytes: int
+    move_port: int = 0
 
 
 class Connect(Message, frozen=True):
@@ -78,6 +81,7 @@ class Connect(Message, frozen=True):
 
     host: str
     port: int
+    move_port: int = 0
 
 
 class Ready(Message, frozen=True):

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 
 import msgspec
 import torch
@@ -23,7 +23,7 @@ from splitlm.infer.session import Lap, Session
 from splitlm.model import payload
 from splitlm.model.runner import Runner
 from splitlm.wire.channel import Channel
-from splitlm.wire.frame import Buffer, Close, Frame, Header, Hidden, Open, Token
+from splitlm.wire.frame import Buffer, Close, Fence, Frame, Header, Hidden, Open, Token
 
 BACKLOG_FRAMES = 2
 
@@ -37,6 +37,7 @@ class Head:
         context: the model's context in tokens.
         prefill_chunk: rows per prefill step.
         last_segment: index of the cut's last segment.
+        on_lap: called with a session that will take another lap, before it does; may call ``hold``.
     """
 
     def __init__(
@@ -50,7 +51,9 @@ class Head:
         context: int,
         prefill_chunk: int,
         last_segment: int = 0,
+        on_lap: Callable[[int], None] | None = None,
     ) -> None:
+        self.on_lap = on_lap
         self._first = relays[0]
         self._tail = relays[1] if len(relays) > 1 else None
         self._runner, self._meter = runner, meter
@@ -64,6 +67,37 @@ class Head:
         self._outbox: asyncio.Queue[tuple[Header, tuple[Buffer, ...], Lap | None]] = asyncio.Queue()
         self._work_there = asyncio.Event()
         self._failed: SplitlmError | None = None
+        self._held = False
+        self._fences = 0
+        self._fenced: asyncio.Future[None] | None = None
+
+    @property
+    def sessions(self) -> list[int]:
+        """The open sessions."""
+        return list(self._sessions)
+
+    def hold(self) -> None:
+        """Start no lap any more; what is under way goes on."""
+        self._held = True
+
+    async def drained(self) -> None:
+        """Wait until every stage has done all that was sent. Call ``hold`` first.
+
+        A fence travels round the ring behind the last frame.
+        """
+        if self._outbound is None:
+            return
+        self._fences += 1
+        self._fenced = asyncio.get_running_loop().create_future()
+        self._housekeeping.append((self._first, Frame(Fence(number=self._fences))))
+        self._work_there.set()
+        await self._fenced
+
+    def resume(self) -> None:
+        """Go on, under the cut that the relays now belong to."""
+        self._held = False
+        self._meter.epoch = self._first.epoch
+        self._work_there.set()
 
     async def run(self) -> None:
         """Serve until cancelled. Whoever runs it tells the sessions why it ended, by ``fail``, once that is known.
@@ -153,6 +187,9 @@ class Head:
     async def _one(self) -> bool:
         if self._home and self._tail is not None:
             frame = self._home.popleft()
+            if isinstance(frame.header, Fence):
+                self._fence_home(frame.header)
+                return True
             step = await self._runner.run(self._tail.handle, frame)
             size, arrived = frame.nbytes, frame.received_ns
             frame.release()
@@ -175,6 +212,8 @@ class Head:
             if relay is self._first:
                 await self._take(step)
             return True
+        if self._held:
+            return False
         turn = self._schedule.next(backed_up=self._outbox.qsize() >= BACKLOG_FRAMES)
         if turn is None:
             return False
@@ -250,7 +289,10 @@ class Head:
                     size, when = frame.nbytes, frame.received_ns
                     frame.release()
                     self._accept(token, logits, when, size)
-                case Hidden() | Close() if self._tail is not None:
+                case Fence() as fence if self._tail is None:
+                    frame.release()
+                    self._fence_home(fence)
+                case Hidden() | Close() | Fence() if self._tail is not None:
                     self._home.append(frame)
                     self._work_there.set()
                 case Open() if self._tail is not None:
@@ -259,6 +301,10 @@ class Head:
                     raise ProtocolError(
                         f"A {type(other).__name__} frame came home", where=inbound.peer, expected="Token"
                     )
+
+    def _fence_home(self, fence: Fence) -> None:
+        if fence.number == self._fences and self._fenced is not None and not self._fenced.done():
+            self._fenced.set_result(None)
 
     def _logits(self, frame: Frame) -> torch.Tensor | None:
         """A copy of the logits that came beside a token, if any did."""
@@ -304,4 +350,6 @@ class Head:
         if session.finish is None:
             session.arrived_ns, session.bytes_in = when_ns, size
             self._schedule.ready(session.number, prefill=False)
+            if self.on_lap is not None:
+                self.on_lap(session.number)
             self._work_there.set()

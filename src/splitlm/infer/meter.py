@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import msgspec
@@ -43,7 +44,13 @@ class Meter:
     epoch: int = 0
     totals: Totals = field(default_factory=Totals)
     decode: Totals = field(default_factory=Totals)
+    last_end_ns: int = 0
     _last_ns: int = 0
+    _waiting: list[tuple[int, Callable[[int], None]]] = field(default_factory=list)
+
+    def after(self, when_ns: int, tell: Callable[[int], None]) -> None:
+        """Call ``tell`` with the start of the first step that begins after this time (``time.monotonic_ns``)."""
+        self._waiting.append((when_ns, tell))
 
     def measure(
         self,
@@ -62,6 +69,12 @@ class Meter:
             arrived_ns: when its input was complete.
             sent_ns: when its output was with the kernel.
         """
+        if self._waiting:
+            due = [tell for when, tell in self._waiting if when < step.start_ns]
+            self._waiting = [(when, tell) for when, tell in self._waiting if when >= step.start_ns]
+            for tell in due:
+                tell(step.start_ns)
+        self.last_end_ns = step.end_ns
         free_ns = self._last_ns or arrived_ns
         self._last_ns = sent_ns
         wait = max(0, arrived_ns - free_ns) / 1e6

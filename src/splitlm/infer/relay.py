@@ -12,7 +12,7 @@ from splitlm.core.errors import ProtocolError
 from splitlm.model import payload
 from splitlm.model.sampling import Sampler
 from splitlm.model.stage import Stage
-from splitlm.wire.frame import Buffer, Close, Frame, Header, Hidden, Open, Token
+from splitlm.wire.frame import Buffer, Close, Fence, Frame, Header, Hidden, Open, Token
 
 
 @dataclass(frozen=True)
@@ -72,11 +72,14 @@ class Relay:
                 return self._open(opened, frame)
             case Close(session=session):
                 return self._close(session)
+            case Fence() as fence:
+                now = time.monotonic_ns()
+                return Step(fence, (), now, now, 0)
             case other:
                 raise ProtocolError(
                     f"A {type(other).__name__} frame came",
                     where=str(self.stage.segment),
-                    expected="Open, Hidden or Close",
+                    expected="Open, Hidden, Close or Fence",
                 )
 
     def _open(self, header: Open, frame: Frame) -> Step:

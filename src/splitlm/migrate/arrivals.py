@@ -53,7 +53,7 @@ class Arrivals:
         kv = self._rows.setdefault((header.block, header.session), BlockKV(self._windows[header.block]))
         kv.extend(key, value, header.position)
 
-    async def complete(self, seq: int, blocks: Sequence[int], sessions: Mapping[int, int]) -> int:
+    async def complete(self, seq: int, blocks: Sequence[int], sessions: Mapping[int, int]) -> tuple[int, int]:
         """Wait for the mark of barrier ``seq``, and check that exactly what was due has come.
 
         Args:
@@ -61,7 +61,7 @@ class Arrivals:
             sessions: tokens that each session has seen.
 
         Returns:
-            Bytes of KV to be installed.
+            Bytes and rows of KV to be installed.
 
         Raises:
             ProtocolError: the neighbour has other sessions, or rows are missing or too many.
@@ -75,7 +75,7 @@ class Arrivals:
                 where=self._where,
                 expected=f"{dict(sessions)}: the same tokens on every stage",
             )
-        total = 0
+        size = rows = 0
         for block in blocks:
             window = self._windows[block]
             for session, seen in sessions.items():
@@ -87,8 +87,9 @@ class Arrivals:
                         where=self._where,
                         expected=f"{due} rows of {seen} tokens",
                     )
-                total += kv.nbytes
-        return total
+                size += kv.nbytes
+                rows += kv.rows
+        return size, rows
 
     def pick(self, block: int) -> dict[int, BlockKV]:
         """Take a block's KV out, by session."""

@@ -1,30 +1,38 @@
-"""What one change of the cut cost one node."""
+"""What one move between two neighbours cost one of them."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Literal
 
 
 @dataclass
 class Costs:
-    """Milliseconds and bytes.
+    """Milliseconds and bytes of one side of a move.
 
     Attributes:
-        weights_ms: building and reading the blocks that came (page cache or disk: the time does not say which).
-        kv_bytes: KV installed here, exactly that of the rows which the windows keep.
-        kv_tokens: tokens that the sessions had seen.
-        kv_ms: sending or awaiting the last rows: includes waiting for the peer, so an upper bound.
-        sent_bytes: KV that left, rows included that a sliding window dropped later.
-        background_bytes: the part of it that left while tokens flowed.
-        commit_ms: applying the change on the compute thread.
-        release_ms: giving back the memory of what left.
+        peer: the neighbour.
+        role: ``donor`` or ``receiver``.
+        epoch: that the move brings.
+        blocks: that move.
+        construct_ms: receiver: building modules without weights, on the loader thread.
+        read_ms: receiver: reading their tensors (from the page cache or the disk: the time does not say which).
+        kv_bytes: receiver: KV installed, exactly that of the rows which the windows keep. Donor: KV sent, rows included
+            that a sliding window dropped later.
+        kv_tokens: rows that moved, over sessions and blocks.
+        kv_ms: sending or awaiting the last rows while the ring stood still: includes waiting for the peer.
+        background_bytes: donor: the part of ``kv_bytes`` that left while tokens flowed.
+        commit_ms: applying the change.
     """
 
-    weights_ms: float = 0.0
+    peer: int
+    role: Literal["donor", "receiver"]
+    epoch: int
+    blocks: list[int] = field(default_factory=list)
+    construct_ms: float = 0.0
+    read_ms: float = 0.0
     kv_bytes: int = 0
     kv_tokens: int = 0
     kv_ms: float = 0.0
-    sent_bytes: int = 0
     background_bytes: int = 0
     commit_ms: float = 0.0
-    release_ms: float = 0.0

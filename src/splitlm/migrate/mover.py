@@ -1,8 +1,9 @@
 """A node's part in moving blocks: weights from its own disk, KV from its neighbour, while tokens flow.
 
 The receiver builds blocks on the loader thread. The donor sends the rows of tokens already decoded, some hundred at a
-time, over a link that the pair keeps for this. Once the ring stands still, only rows that came since are left; a ``Mark``
-says that they were the last. The donor keeps what it gave until everyone has applied the change: an abort costs nothing.
+time, over a link that the pair keeps for this. Once the ring stands still, only rows that came since are left; a
+``Mark`` says that they were the last. The donor keeps what it gave until everyone has applied the change: an abort
+costs nothing.
 """
 
 from __future__ import annotations
@@ -45,8 +46,9 @@ class _Change:
     into: list[Move]
     blocks: dict[int, nn.Module] = field(default_factory=dict)
     sent: dict[tuple[int, int], int] = field(default_factory=dict)
-    brought: asyncio.Event = field(default_factory=asyncio.Event)
-    costs: Costs = field(default_factory=Costs)
+    brought: bool = False
+    given: dict[int, Costs] = field(default_factory=dict)
+    taken: dict[int, Costs] = field(default_factory=dict)
 
 
 class Mover:
@@ -107,32 +109,40 @@ class Mover:
         change = self._begin(cut)
         for move in change.into:
             if move.block not in change.blocks:
-                loaded = await self._loader.run(self._build, move.block, change.costs)
-                change.blocks[move.block] = loaded
+                built = await self._loader.run(self._build, move.block, change.taken[move.source])
+                change.blocks[move.block] = built
         for session in self._stage.sessions:
             until = self._stage.seen(session)
             for move in change.out:
                 await self._send(change, move, session, until)
-        change.costs.background_bytes = change.costs.sent_bytes
-        change.brought.set()
+        for costs in change.given.values():
+            costs.background_bytes = costs.kv_bytes
+        change.brought = True
 
     def _begin(self, cut: Cut) -> _Change:
         if self._change is not None and self._change.cut == cut:
             return self._change
         self._number += 1
         moves = diff(self.cut, cut)
-        self._change = _Change(
+        change = self._change = _Change(
             cut,
             self._number,
             [move for move in moves if move.source == self._node],
             [move for move in moves if move.target == self._node],
         )
-        return self._change
+        for move in change.out:
+            given = change.given.setdefault(move.target, Costs(move.target, "donor", cut.epoch))
+            given.blocks.append(move.block)
+        for move in change.into:
+            taken = change.taken.setdefault(move.source, Costs(move.source, "receiver", cut.epoch))
+            taken.blocks.append(move.block)
+        return change
 
     def _build(self, block: int, costs: Costs) -> nn.Module:
-        started = time.perf_counter()
-        (module,) = self._files.load_blocks([block])
-        costs.weights_ms += (time.perf_counter() - started) * 1e3
+        timings: dict[str, float] = {}
+        (module,) = self._files.load_blocks([block], timings)
+        costs.construct_ms += timings["construct"]
+        costs.read_ms += timings["read"]
         return module
 
     async def prepare(self, cut: Cut, seq: int) -> None:
@@ -142,27 +152,25 @@ class Mover:
             ProtocolError: rows are missing, or more came than were due.
         """
         change = self._begin(cut)
-        if not change.brought.is_set():
+        if not change.brought:
             await self.bring(cut)
         started = time.perf_counter()
         sessions = {session: self._stage.seen(session) for session in self._stage.sessions}
-        for target in {move.target for move in change.out}:
+        for target, costs in change.given.items():
             for move in change.out:
                 if move.target == target:
                     for session, seen in sessions.items():
                         await self._send(change, move, session, seen)
             mark = Mark(change=change.number, seq=seq, sessions=tuple(sessions.items()))
             await self._links[target].send(mark)
-        for source in {move.source for move in change.into}:
-            blocks = [move.block for move in change.into if move.source == source]
-            arrived = await self._arrivals[source].complete(seq, blocks, sessions)
-            change.costs.kv_bytes += arrived
-        if change.into or change.out:
-            change.costs.kv_tokens = sum(sessions.values())
-        change.costs.kv_ms = (time.perf_counter() - started) * 1e3
+            costs.kv_ms = (time.perf_counter() - started) * 1e3
+        for source, costs in change.taken.items():
+            arrivals = self._arrivals[source]
+            costs.kv_bytes, costs.kv_tokens = await arrivals.complete(seq, costs.blocks, sessions)
+            costs.kv_ms = (time.perf_counter() - started) * 1e3
 
-    async def commit(self) -> Costs:
-        """Apply the prepared change. Nothing may be computing."""
+    async def commit(self) -> list[Costs]:
+        """Apply the prepared change; nothing may be computing. Returns what each of its moves cost this node."""
         change, self._change = self._change, None
         if change is None:
             raise ProtocolError("A change was committed that was never prepared", expected="PREPARE before COMMIT")
@@ -176,8 +184,10 @@ class Mover:
         self.cut = change.cut
         for arrivals in self._arrivals.values():
             arrivals.drop()
-        change.costs.commit_ms = (time.perf_counter() - started) * 1e3
-        return change.costs
+        sides = [*change.given.values(), *change.taken.values()]
+        for costs in sides:
+            costs.commit_ms = (time.perf_counter() - started) * 1e3
+        return sides
 
     def _apply(self, change: _Change, kv: dict[int, dict[int, BlockKV]]) -> Moved:
         segment = change.cut.held_by(self._node)[0]  # a private ring's last segment stays where it is
@@ -212,4 +222,6 @@ class Mover:
             )
             await self._links[move.target].send(rows, [k_view, v_view])
             change.sent[key] = position + k.shape[0]
-            change.costs.sent_bytes += k.nbytes + v.nbytes
+            costs = change.given[move.target]
+            costs.kv_bytes += k.nbytes + v.nbytes
+            costs.kv_tokens += k.shape[0]

@@ -192,20 +192,28 @@ class ModelFiles:
             part.module.requires_grad_(False)
         return parts
 
-    def load_blocks(self, indices: Sequence[int]) -> list[nn.Module]:
+    def load_blocks(self, indices: Sequence[int], timings: dict[str, float] | None = None) -> list[nn.Module]:
         """Blocks of the model, each built afresh, weights loaded; nothing here keeps them alive.
+
+        Args:
+            timings: to which the milliseconds of ``construct`` and ``read`` are added.
 
         Raises:
             CheckpointError: a tensor is missing or damaged, or a block has a buffer that no file holds.
         """
+        spent = timings if timings is not None else {}
         if self._make is None:
             skeleton = build_skeleton(self.config, self.family, self.dtype, str(self.folder))
             self._make = block_factory(skeleton, self.config, self.family, self.dtype, str(self.folder))
         blocks = []
         for i in indices:
+            started = time.perf_counter()
             block = self._built(self._make, i)
+            built = time.perf_counter()
             self._fill(block, self._keys(block, self.family.block_prefix(i)), {})
             residency.check_filled(block, str(self.folder))
+            spent["construct"] = spent.get("construct", 0.0) + (built - started) * 1e3
+            spent["read"] = spent.get("read", 0.0) + (time.perf_counter() - built) * 1e3
             blocks.append(block)
         return blocks
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import os
 import queue
 import threading
 from collections.abc import Callable
@@ -13,6 +15,7 @@ import torch
 from splitlm.core.errors import SplitlmError
 
 T = TypeVar("T")
+NICE = 10
 _Job = tuple[Callable[..., Any], tuple[Any, ...], asyncio.AbstractEventLoop, "asyncio.Future[Any]"]
 
 
@@ -21,14 +24,18 @@ class Runner:
 
     Args:
         threads: intra-op threads; set in the compute thread too, since OpenMP keeps the number per thread. 0 leaves it.
+        background: a thread of low priority and one intra-op thread, for work that must not disturb the compute thread.
     """
 
-    def __init__(self, threads: int = 0) -> None:
-        self._threads = threads
+    def __init__(self, threads: int = 0, *, background: bool = False) -> None:
+        self._threads = 0 if background else threads
+        self._background = background
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._handing_over = threading.Lock()
         self._closed = False
-        self._thread = threading.Thread(target=self._work, name="splitlm-compute", daemon=True)
+        self._thread = threading.Thread(
+            target=self._work, name="splitlm-loader" if background else "splitlm-compute", daemon=True
+        )
         self._thread.start()
 
     async def run(self, work: Callable[..., T], *args: Any) -> T:
@@ -59,6 +66,9 @@ class Runner:
     def _work(self) -> None:
         if self._threads:
             torch.set_num_threads(self._threads)
+        if self._background:
+            with contextlib.suppress(AttributeError, OSError):  # where threads have priorities of their own
+                os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICE)
         while (job := self._jobs.get()) is not None:
             work, args, loop, future = job
             result: Any = None

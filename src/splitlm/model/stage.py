@@ -161,7 +161,7 @@ class Moved:
     kv: dict[int, dict[int, BlockKV]]
 
     def release(self) -> int:
-        """Give their memory back at once: modules may hang in reference cycles, their storage does not. Returns bytes."""
+        """Give their memory back at once: modules may hang in reference cycles, storage does not. Returns bytes."""
         freed = 0
         for module in self.blocks.values():
             for tensor in [*module.parameters(), *module.buffers()]:

@@ -17,14 +17,33 @@ from splitlm.core.cut import Cut
 from splitlm.core.errors import CutError, NetworkError, PeerLostError, ProtocolError, SplitlmError
 from splitlm.core.errors import from_exit_code as reported
 from splitlm.core.groups import fault, first_error
-from splitlm.core.messages import Assign, Connect, Join, Loaded, Message, Ready, Report, Stop, Trouble, trouble
+from splitlm.core.messages import (
+    Abort,
+    Announce,
+    Assign,
+    Commit,
+    Connect,
+    Finish,
+    Join,
+    Loaded,
+    Message,
+    Prepare,
+    Ready,
+    Report,
+    Stop,
+    Trouble,
+    trouble,
+)
 from splitlm.infer.meter import Meter
 from splitlm.infer.relay import Relay
 from splitlm.link import tcp
+from splitlm.migrate.mover import Mover
 from splitlm.model.load import ModelFiles
 from splitlm.model.runner import Runner
 from splitlm.node.build import BuildSettings, Built, build_node
+from splitlm.node.follower import Follower
 from splitlm.node.identity import check_place, claims_for, node_name, stranger
+from splitlm.node.work import StageWork
 from splitlm.telemetry.memory import peak_rss_bytes
 from splitlm.telemetry.sinks import NullTrace, Sink, Trace, trace_path
 from splitlm.wire.channel import Channel
@@ -134,6 +153,9 @@ class _Member:
         self._meter: Meter | None = None
         self._built: Built | None = None
         self._links: list[Channel] = []
+        self._loader = Runner(background=True)
+        self._follower: Follower | None = None
+        self._cut: Cut | None = None
 
     async def run(self) -> None:
         """Join, serve, leave; see ``run_stage``."""
@@ -150,6 +172,7 @@ class _Member:
             raise
         finally:
             await asyncio.to_thread(self._runner.close, RUNNER_S)
+            await asyncio.to_thread(self._loader.close, RUNNER_S)
             self._finish_trace()
         await self._tell(self._report())
 
@@ -178,6 +201,8 @@ class _Member:
                 case Stop():
                     work.cancel()
                     return
+                case Announce() | Prepare() | Commit() | Abort() | Finish() as word if self._follower is not None:
+                    self._follower.hear(word)
                 case Trouble(code=code, text=text):
                     raise reported(code, f"The head gave up: {text}")
                 case other:
@@ -185,30 +210,47 @@ class _Member:
                         f"A {type(other).__name__} message came from the head", expected="Assign, Connect or Stop"
                     )
 
+    @property
+    def _node(self) -> int:
+        return self._assign.result().node
+
     async def _work(self) -> None:
         place = self._settings.place
         await self._spoke.send(Join(self._name, place.begin if place else None, place.end if place else None))
         assign = await self._assign
         self._check(assign.cut, assign.node)
         self._settings.say(f"stage {assign.node}: loading {'; '.join(map(str, assign.cut.held_by(assign.node)))}")
-        identity, built = await self._runner.run(self._build, assign)
+        identity, built, files = await self._runner.run(self._build, assign)
         self._built = built
         if self._settings.trace_dir is not None:
             self._sink = Trace(trace_path(self._settings.trace_dir, assign.node))
         self._sink.write(built.meta)
         self._meter = Meter(assign.node, self._sink, assign.cut.epoch)
         try:
-            inbound, outbound = await self._link(assign, identity, built)
+            inbound, outbound, neighbours = await self._link(assign, identity, built)
+            mover = Mover(assign.node, built.stages[0], files, assign.cut, neighbours, self._runner, self._loader)
+            work = StageWork(assign.node, mover, built.relays, self._meter, self._changed)
+            self._follower = Follower(
+                self._spoke.send,
+                work,
+                node=assign.node,
+                epoch=assign.cut.epoch,
+                ctrl_timeout_s=assign.barrier_s,
+                record=self._sink.write,
+            )
             await self._spoke.send(Ready())
             self._settings.say(f"stage {assign.node}: ready")
-            await self._serve(built.relays[0], inbound, outbound, self._meter)
-        except PeerLostError:
+            async with asyncio.TaskGroup() as group:
+                group.create_task(mover.run())
+                group.create_task(self._follower.run())
+                group.create_task(self._serve(built.relays[0], inbound, outbound, self._meter))
+        except* PeerLostError as errors:
             await asyncio.sleep(GRACE_S)
-            raise
+            raise first_error(errors) from None
         finally:
             await asyncio.gather(*(link.close() for link in self._links))
 
-    def _build(self, assign: Assign) -> tuple[Identity, Built]:
+    def _build(self, assign: Assign) -> tuple[Identity, Built, ModelFiles]:
         """Load this stage's segments, and read what it is to claim of its model. Runs on the compute thread."""
         folder = self._settings.resolve(self._settings.model or assign.model)
         files = ModelFiles(folder, family=assign.family, dtype=assign.dtype)
@@ -221,7 +263,7 @@ class _Member:
         built = build_node(files, assign.cut, assign.node, self._name, settings)
         name = f"stage {assign.node} ({self._name})"
         claims = claims_for(name, files, ring=assign.ring, place=assign.node, epoch=assign.cut.epoch)
-        return Identity(claims, self._settings.token), built
+        return Identity(claims, self._settings.token), built, files
 
     def _check(self, cut: Cut, node: int) -> None:
         if not 0 < node < cut.stages:
@@ -232,16 +274,21 @@ class _Member:
         if place and (held.begin != place.begin or (held.end != place.end and not (place.end < 0 and last))):
             raise CutError(f"The head's cut gives this stage {held}", expected=f"blocks [{place.begin}, {place.end})")
 
-    async def _link(self, assign: Assign, identity: Identity, built: Built) -> tuple[Channel, Channel]:
+    def _changed(self, cut: Cut) -> None:
+        self._settings.say(f"{'; '.join(map(str, cut.held_by(self._node)))} from epoch {cut.epoch} on")
+
+    async def _link(
+        self, assign: Assign, identity: Identity, built: Built
+    ) -> tuple[Channel, Channel, dict[int, Channel]]:
         """Listen for the previous node, tell the head, and connect to the next one; in whichever order they come."""
         place, deadline = self._settings.place, self._settings.deadline_s
         listen = place.listen if place else self._settings.listen
         before = f"node {assign.node - 1}"
         listener = await tcp.listen(listen[0] or self._local_host, listen[1], identity, "data", expect_peer=before)
+        movers = await tcp.listen(listen[0] or self._local_host, 0, identity, "move", expect_peer=before)
         try:
-            await self._spoke.send(
-                Loaded(self._settings.advertise, listener.port, built.meta.parameters, built.meta.resident_bytes)
-            )
+            meta, advertise = built.meta, self._settings.advertise
+            await self._spoke.send(Loaded(advertise, listener.port, meta.parameters, meta.resident_bytes, movers.port))
             after = assign.cut.next_node(assign.node)
 
             async def dial() -> Channel:
@@ -254,13 +301,32 @@ class _Member:
                 await self._connect  # before it nobody dials; the others may still be loading
                 return self._keep(await listener.accept(deadline_s=deadline, who=before), assign.node - 1)
 
+            async def dial_mover() -> Channel | None:
+                told = await self._connect
+                if not told.move_port:
+                    return None
+                host = told.host or self._spoke.hub_host
+                link = await tcp.connect(
+                    host, told.move_port, identity, "move", deadline_s=deadline, who=f"node {after}"
+                )
+                return self._keep(link, after)
+
+            async def answer_mover() -> Channel:
+                await self._connect
+                return self._keep(await movers.accept(deadline_s=deadline, who=before), assign.node - 1)
+
             async with asyncio.TaskGroup() as group:
                 dialled, answered = group.create_task(dial()), group.create_task(answer())
-            return answered.result(), dialled.result()
+                up, down = group.create_task(dial_mover()), group.create_task(answer_mover())
+            neighbours = {assign.node - 1: down.result()}
+            if (above := up.result()) is not None:
+                neighbours[after] = above
+            return answered.result(), dialled.result(), neighbours
         except* SplitlmError as errors:
             raise first_error(errors) from None
         finally:
             await listener.close()
+            await movers.close()
 
     def _keep(self, link: Channel, place: int) -> Channel:
         """A link that was made: it is closed when this stage leaves, and its other end must be this node."""

@@ -9,10 +9,26 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
 from splitlm.bus.base import Event, Hub, PeerCame, PeerGone
+from splitlm.core import messages
 from splitlm.core.cut import Cut, make_cut
 from splitlm.core.errors import CutError, NetworkError, PeerLostError, PeerMissingError, ProtocolError, SplitlmError
 from splitlm.core.errors import from_exit_code as reported
-from splitlm.core.messages import Assign, Connect, Join, Loaded, Message, Ready, Report, Stop, Trouble, trouble
+from splitlm.core.messages import (
+    Assign,
+    Connect,
+    Done,
+    Join,
+    Loaded,
+    Message,
+    Nack,
+    Prepared,
+    Ready,
+    Report,
+    Staged,
+    Stop,
+    Trouble,
+    trouble,
+)
 from splitlm.link.address import describe
 from splitlm.node.settings import RingSettings
 
@@ -37,6 +53,7 @@ class Members:
 
     Args:
         say: takes one line of progress.
+        barrier: takes a stage's part in barriers: its node and what it said.
         fate: what this machine knows of a lost stage's end, by its name; empty for nothing.
     """
 
@@ -46,7 +63,9 @@ class Members:
         settings: RingSettings,
         say: Callable[[str], None],
         fate: Callable[[str], Awaitable[str]] | None = None,
+        barrier: Callable[[int, messages.Any], None] | None = None,
     ) -> None:
+        self._barrier = barrier
         self._hub, self._settings, self._say, self._fate = hub, settings, say, fate
         self._changed = asyncio.Condition()
         self._members: dict[str, Member] = {}
@@ -83,6 +102,8 @@ class Members:
                 member.loaded = loaded
             case Ready() if member and member.loaded and not member.ready:
                 member.ready = True
+            case Prepared() | Nack() | Done() | Staged() if member and member.ready and self._barrier:
+                self._barrier(member.node, event)
             case Trouble(code=code, text=text) if member and member.node:
                 raise reported(code, f"{member} stopped: {text}")
             case PeerGone(reason=reason) if member and member.node:
@@ -202,6 +223,7 @@ class Members:
                     deadline_s=settings.deadline_s,
                     pace_ms=settings.pace_ms,
                     ring=ring,
+                    barrier_s=settings.barrier_s,
                 ),
             )
 
@@ -219,13 +241,22 @@ class Members:
         placed = self.placed
         for member, after in zip(placed, [*placed[1:], None], strict=True):
             host, port = self.address(after, member) if after else ("", data_port)
-            await self._hub.send(member.peer, Connect(host, port))
+            move_port = after.loaded.move_port if after and after.loaded else 0
+            await self._hub.send(member.peer, Connect(host, port, move_port))
 
     async def all_ready(self) -> None:
         """Wait until every stage is linked to both neighbours."""
         await self._until(
             lambda: all(member.ready for member in self.placed), "every stage to link to its neighbours", lambda: ""
         )
+
+    async def send(self, node: int, message: Message) -> None:
+        """Say something to the stage at this place.
+
+        Raises:
+            PeerLostError: it is gone.
+        """
+        await self._hub.send(self.placed[node - 1].peer, message)
 
     def address(self, member: Member, asker: Member | None = None) -> tuple[str, int]:
         """Where a stage's data listener is, for the node that is to send to it (None: the head).

@@ -7,12 +7,14 @@ import secrets
 from collections.abc import Awaitable, Callable, Coroutine
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import msgspec
 
 from splitlm.bus.line import BEATS
 from splitlm.bus.star import StarHub
+from splitlm.coordinator.coordinator import Coordinator
+from splitlm.core import messages
 from splitlm.core.cut import Cut
 from splitlm.core.errors import NetworkError, PeerLostError, SplitlmError
 from splitlm.core.groups import fault, first_error
@@ -20,14 +22,18 @@ from splitlm.infer.head import Head
 from splitlm.infer.meter import Meter
 from splitlm.link import tcp
 from splitlm.link.address import describe
+from splitlm.migrate.mover import Mover
 from splitlm.model.load import ModelFiles
 from splitlm.model.payload import dtype_name
 from splitlm.model.runner import Runner
 from splitlm.node.build import BuildSettings, Built, build_node
+from splitlm.node.follower import Follower
 from splitlm.node.identity import check_place, claims_for, node_name, process_of, stranger
 from splitlm.node.members import Members
 from splitlm.node.processes import StageProcess, end_all
 from splitlm.node.settings import RingSettings, StageReport, choose_cut
+from splitlm.node.window import ForcedShifts, Noop, Windows
+from splitlm.node.work import StageWork
 from splitlm.telemetry.memory import peak_rss_bytes
 from splitlm.telemetry.sinks import NullTrace, Sink, Trace, trace_path
 from splitlm.wire.channel import Channel
@@ -88,6 +94,10 @@ class RingHost:
         self._meter: Meter | None = None
         self._built: Built | None = None
         self._head: Head | None = None
+        self._loader = Runner(background=True)
+        self._coordinator: Coordinator | None = None
+        self._follower: Follower | None = None
+        self.windows: Windows | None = None
 
     @property
     def stage_pids(self) -> list[int]:
@@ -163,9 +173,44 @@ class RingHost:
             prefill_chunk=settings.prefill_chunk,
             last_segment=len(cut.segments) - 1,
         )
+        if self._members is not None and settings.window:
+            mover = Mover(0, built.stages[0], files, cut, {1: self._links[-1]}, self._runner, self._loader)
+            self._lead(group, cut, mover, built, self._members)
         self.say("ready")
         self.started.set_result(self._head)
         await self._patiently(self._head.run())
+
+    def _lead(self, group: asyncio.TaskGroup, cut: Cut, mover: Mover, built: Built, members: Members) -> None:
+        """Lead barriers between windows; this node's own stage follows like any other."""
+        settings, meter, head = self.settings, self._meter, self._head
+        if meter is None or head is None:
+            raise RuntimeError("windows need a head")
+        work = StageWork(0, mover, built.relays, meter, self._changed)
+        timeout = settings.barrier_s
+
+        async def say(message: messages.Message) -> None:
+            self._heard(0, cast(messages.Any, message))
+
+        follower = self._follower = Follower(say, work, epoch=cut.epoch, ctrl_timeout_s=timeout)
+
+        async def send(node: int, message: messages.Message) -> None:
+            if node == 0:
+                follower.hear(cast(messages.Any, message))
+            else:
+                await members.send(node, message)
+
+        self._coordinator = Coordinator(send, range(cut.stages), cut=cut, ctrl_timeout_s=timeout)
+        plan = ForcedShifts(settings.shifts, settings.window) if settings.shifts else Noop()
+        self.windows = Windows(head, self._coordinator, plan, settings.window, self._sink)
+        for work_of in (mover.run(), follower.run(), self.windows.run()):
+            group.create_task(self._patiently(work_of))
+
+    def _heard(self, node: int, message: messages.Any) -> None:
+        if self._coordinator is not None:
+            self._coordinator.hear(node, message)
+
+    def _changed(self, cut: Cut) -> None:
+        self.cut = cut
 
     def _open(self) -> ModelFiles:
         return ModelFiles(self.settings.folder, family=self.settings.family, dtype=self.settings.dtype)
@@ -180,7 +225,7 @@ class RingHost:
         listener = await tcp.listen(*settings.listen, identity, "control", expect_peer="a stage")
         silence = settings.ctrl_timeout_s
         self._hub = StarHub(listener, heartbeat_s=silence / BEATS, timeout_s=silence)
-        members = self._members = Members(self._hub, settings, self.say, self._fate)
+        members = self._members = Members(self._hub, settings, self.say, self._fate, self._heard)
         group.create_task(members.watch())
         if self.spawn is not None and cut is not None:
             self._processes = self.spawn(listener.port, cut.stages - 1)
@@ -213,6 +258,11 @@ class RingHost:
                 return self._keep(await data.accept(deadline_s=settings.deadline_s, who=last), cut.stages - 1)
 
             inbound, outbound = await self._patiently(_both(answer, dial))
+            first = members.placed[0].loaded
+            move = await tcp.connect(
+                host, first.move_port if first else 0, identity, "move", deadline_s=settings.deadline_s, who="node 1"
+            )
+            self._keep(move, 1)
             await members.all_ready()
         finally:
             await data.close()
@@ -258,6 +308,7 @@ class RingHost:
             stack.push_async_callback(asyncio.to_thread, self._sink.close)
             stack.push_async_callback(self._finish_trace)
             stack.push_async_callback(asyncio.to_thread, self._runner.close)
+            stack.push_async_callback(asyncio.to_thread, self._loader.close)
             if self._hub is not None:
                 stack.push_async_callback(self._hub.close)
             stack.push_async_callback(self._close_links)

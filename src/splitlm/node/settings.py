@@ -12,6 +12,21 @@ from splitlm.model.load import Loader
 
 
 @dataclass(frozen=True)
+class Shift:
+    """A forced move of one boundary.
+
+    Attributes:
+        at: token at which it is asked for; it happens at the next window boundary.
+        boundary: s, the one between stages s−1 and s.
+        k: blocks; above 0 stage s−1 pulls them from stage s, below 0 it pushes them to it.
+    """
+
+    at: int
+    boundary: int = 1
+    k: int = 1
+
+
+@dataclass(frozen=True)
 class RingSettings:
     """What a ring is to be.
 
@@ -27,6 +42,8 @@ class RingSettings:
         deadline_s: how long to wait for stages, and stages for each other.
         ctrl_timeout_s: silence on the control plane after which a stage counts as lost.
         trace_dir: where records go; None turns them off.
+        window: laps between two barriers; 0 for none.
+        shifts: moves of blocks that are asked for.
     """
 
     model: str
@@ -50,6 +67,13 @@ class RingSettings:
     deadline_s: float = 60.0
     ctrl_timeout_s: float = TIMEOUT_S
     trace_dir: Path | None = None
+    window: int = 20
+    shifts: tuple[Shift, ...] = ()
+
+    @property
+    def barrier_s(self) -> float:
+        """How long a barrier may wait: half the silence after which a stage counts as lost."""
+        return self.ctrl_timeout_s / 2
 
 
 @dataclass

@@ -154,6 +154,15 @@ class Close(Header, frozen=True, array_like=True, tag=19):
     session: int
 
 
+class Fence(Header, frozen=True, array_like=True, tag=20):
+    """Nothing of the head's comes before this one any more: it travels round the ring behind all other frames.
+
+    When it is home, every stage has done what was sent before it.
+    """
+
+    number: int
+
+
 class Rows(Header, frozen=True, array_like=True, tag=24):
     """KV rows of one block and session that move to a neighbour: keys and values, ``[n, kv_heads, head_dim]`` each.
 
@@ -178,7 +187,7 @@ class Mark(Header, frozen=True, array_like=True, tag=25):
     sessions: tuple[tuple[int, int], ...]
 
 
-AnyHeader = Hello | Challenge | Answer | Welcome | Refused | Said | Open | Hidden | Token | Close | Rows | Mark
+AnyHeader = Hello | Challenge | Answer | Welcome | Refused | Said | Open | Hidden | Token | Close | Fence | Rows | Mark
 
 
 class Frame:

@@ -14,6 +14,7 @@ from splitlm.wire.frame import (
     Answer,
     Challenge,
     Close,
+    Fence,
     Header,
     Hello,
     Hidden,
@@ -65,10 +66,13 @@ _DATA: dict[tuple[State, Role, type[Header]], State] = {
     ("answered", "listener", Welcome): "linked",
     ("linked", "dialler", Open): "sessions",
     ("linked", "dialler", Token): "tokens",
+    ("linked", "dialler", Fence): "linked",
     ("sessions", "dialler", Open): "sessions",
     ("sessions", "dialler", Hidden): "sessions",
     ("sessions", "dialler", Close): "sessions",
+    ("sessions", "dialler", Fence): "sessions",
     ("tokens", "dialler", Token): "tokens",
+    ("tokens", "dialler", Fence): "tokens",
     **_refusals("linked", "sessions", "tokens"),
 }
 _CONTROL: dict[tuple[State, Role, type[Header]], State] = {

@@ -1,0 +1,159 @@
+"""Windows on the head: laps are counted, and between two windows every stage agrees on what comes next."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from splitlm.coordinator.coordinator import Coordinator
+from splitlm.coordinator.state import Decision, Outcome
+from splitlm.core.cut import Cut, shift
+from splitlm.infer.head import Head
+from splitlm.node.settings import Shift
+from splitlm.telemetry.sinks import Sink
+
+
+class Plan(Protocol):
+    """Who decides what the next boundary brings."""
+
+    def announce(self, cut: Cut, boundary: int) -> Cut | None:
+        """The cut to bring in the background for the boundary with this number; None for none."""
+        ...
+
+    def decide(self, cut: Cut, boundary: int) -> Decision:
+        """What is proposed at this boundary."""
+        ...
+
+    def happened(self, outcome: Outcome) -> None:
+        """How the boundary ended."""
+        ...
+
+
+class Noop:
+    """Nothing ever moves."""
+
+    def announce(self, cut: Cut, boundary: int) -> Cut | None:  # noqa: ARG002 - it is what every plan takes
+        """See ``Plan``."""
+        return None
+
+    def decide(self, cut: Cut, boundary: int) -> Decision:  # noqa: ARG002
+        """See ``Plan``."""
+        return Decision()
+
+    def happened(self, outcome: Outcome) -> None:
+        """See ``Plan``."""
+
+
+@dataclass
+class ForcedShifts:
+    """Moves that the user asked for, each at its boundary; one that was aborted is proposed again.
+
+    Args:
+        window: laps per window.
+    """
+
+    shifts: tuple[Shift, ...]
+    window: int
+    _next: int = 0
+
+    def announce(self, cut: Cut, boundary: int) -> Cut | None:
+        """See ``Plan``."""
+        return self.decide(cut, boundary).cut
+
+    def decide(self, cut: Cut, boundary: int) -> Decision:
+        """See ``Plan``."""
+        if self._next == len(self.shifts) or boundary < -(-self.shifts[self._next].at // self.window):
+            return Decision()
+        asked = self.shifts[self._next]
+        return Decision("forced-shift", shift(cut, asked.boundary, asked.k))
+
+    def happened(self, outcome: Outcome) -> None:
+        """See ``Plan``."""
+        if outcome.committed and outcome.decision.cut is not None:
+            self._next += 1
+
+
+@dataclass
+class Boundary:
+    """What happened between two windows.
+
+    Attributes:
+        laps: of the ring before it.
+        drain_ms: until the tokens in flight were home.
+        stood_ms: from the last token home until the next lap could start.
+    """
+
+    number: int
+    laps: int
+    drain_ms: float
+    stood_ms: float
+    outcome: Outcome
+
+
+@dataclass
+class Windows:
+    """Counts laps, and runs a barrier after every ``window`` of them.
+
+    A lap is one token of every session that rides; sessions that join in the middle count from there. There is no
+    barrier where nobody waits for another token.
+    """
+
+    head: Head
+    coordinator: Coordinator
+    plan: Plan
+    window: int
+    sink: Sink
+    boundaries: list[Boundary] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self._counts: dict[int, int] = {}
+        self._due = asyncio.Event()
+        self._number = 0
+        self._laps = 0
+        self.head.on_lap = self.lap
+
+    def lap(self, session: int) -> None:
+        """A session is about to take another lap; called by the head, on the loop."""
+        live = set(self.head.sessions)
+        self._counts = {s: n for s, n in self._counts.items() if s in live}
+        self._counts[session] = self._counts.get(session, 0) + 1
+        if self._counts[session] >= self.window and not self._due.is_set():
+            self.head.hold()
+            self._due.set()
+
+    async def run(self) -> None:
+        """Until cancelled.
+
+        Raises:
+            NetworkError: a stage was lost, or may or may not have applied a cut.
+        """
+        await self._announce()
+        while True:
+            await self._due.wait()
+            await self._boundary()
+            self._counts.clear()
+            self._due.clear()
+            self.head.resume()
+            await self._announce()
+
+    async def _announce(self) -> None:
+        coming = self.plan.announce(self.coordinator.cut, self._number + 1)
+        if coming is not None:
+            await self.coordinator.announce(coming)
+
+    async def _boundary(self) -> None:
+        self._number += 1
+        self._laps += self.window
+        began = time.perf_counter()
+        await self.head.drained()
+        drained = time.perf_counter()
+        decision = self.plan.decide(self.coordinator.cut, self._number)
+        outcome = await self.coordinator.barrier(decision)
+        self.plan.happened(outcome)
+        drain_ms = (drained - began) * 1e3
+        self.sink.write(outcome.record(drain_ms=drain_ms))
+        self.boundaries.append(
+            Boundary(self._number, self._laps, drain_ms, (time.perf_counter() - drained) * 1e3, outcome)
+        )
