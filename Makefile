@@ -2,6 +2,7 @@
 # make test   every test that this machine can run
 # make lint   what CI checks before it runs a test
 # make bench  the published figures, measured here
+# make tree   draw README's tree anew, after files came or went
 # make clean  remove what tools leave behind; runs/ stays
 #
 # VENV=path and PYTHON=python3.x choose the environment; an existing one is used as it is when it is up to date.
@@ -15,7 +16,7 @@ PIP := $(BIN)/python -m pip -qq --disable-pip-version-check
 INSTALLED := $(VENV)/.splitlm-installed
 MODEL := $(VENV)/.splitlm-model
 
-.PHONY: help install demo test lint format bench clean
+.PHONY: help install demo test lint format bench tree clean
 .DEFAULT_GOAL := help
 
 help:
@@ -57,6 +58,9 @@ bench: $(MODEL)
 	@found=0; for script in benchmarks/*.py; do \
 	  [ -e "$$script" ] || continue; found=1; echo "== $$script"; $(BIN)/python "$$script" $(ARGS) || exit 1; \
 	done; [ $$found = 1 ] || echo "benchmarks/ holds no script yet"
+
+tree: $(INSTALLED)
+	$(BIN)/python -m tests.house.drawing
 
 clean:
 	rm -rf build dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis .grimp_cache

@@ -163,9 +163,7 @@ class Ring:
                 raise UsageError("The ring is open already", expected="one open for each close")
             thread = self._thread = LoopThread("splitlm-loop")
         try:
-            folder = resolve(self._given["model"], progress=self._say)
-            self._codec = TextCodec(folder)
-            settings = self.settings = RingSettings(folder=folder, **self._given)
+            settings = self.settings = RingSettings(folder=self.codec.directory, **self._given)
             host = self._host = thread.call(self._make_host(settings))
             self._served = thread.submit(host.serve())
             self._head = thread.call(self._started(host))
@@ -225,9 +223,13 @@ class Ring:
 
     @property
     def codec(self) -> TextCodec:
-        """The model's tokenizer."""
+        """The model's tokenizer; needs no open ring.
+
+        Raises:
+            ModelError: there is no such model here, or its tokenizer is damaged.
+        """
         if self._codec is None:
-            raise not_open()
+            self._codec = TextCodec(resolve(self._given["model"], progress=self._say))
         return self._codec
 
     @property

@@ -126,7 +126,7 @@ def left(mark: str) -> list[int]:
     return found
 
 
-def all_gone(mark: str, within_s: float = 10) -> bool:
+def all_gone(mark: str, within_s: float = 20) -> bool:
     """Whether every process with this mark ends in time."""
     deadline = time.monotonic() + within_s
     while left(mark):

@@ -176,7 +176,9 @@ def test_a_prompt_of_no_token_needs_a_bos(tarot: Path, tmp_path: Path) -> None:
         for key in ("bos_token_id", "bos_token", "add_bos_token"):
             data.pop(key, None)
         (folder / name).write_text(json.dumps(data))
-    refused(run("generate", folder, "--no-trace", "--prompt", ""), 2, "--prompt", "no token")
+    done = run("generate", folder, "--no-trace", "--prompt", "", "--stages", "2")
+    refused(done, 2, "--prompt", "no token")
+    assert "opening" not in done.err  # found before anything is loaded
     assert run("generate", tarot, "--no-trace", "--prompt", "", "-n", "2").code == 0
     refused(run("generate", tarot, "--no-trace", "--prompt", "a " * 99), 2, "64")
 

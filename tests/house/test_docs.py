@@ -190,6 +190,12 @@ def test_every_setting_that_is_accepted_is_read_somewhere() -> None:
         for path in files()
         for node in ast.walk(tree(path))
         if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load)
+    } | {
+        (name(path), attr)
+        for path in files()
+        for node in ast.walk(tree(path))
+        if isinstance(node, ast.MatchClass)
+        for attr in node.kwd_attrs
     }
     kinds = [kind for kind in vars(messages).values() if isinstance(kind, type) and issubclass(kind, messages.Message)]
     unread = [

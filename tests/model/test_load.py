@@ -469,3 +469,11 @@ def test_opening_a_model_leaves_its_config_as_it_was(folder: Path) -> None:
     for loader in LOADERS:
         files.load(make_cut(5, (1, 3)).segments, loader)
     assert files.config.to_dict() == before
+
+
+def test_a_list_of_blocks_is_its_own_whole_slice_and_no_other() -> None:
+    blocks = skeleton.Blocks([nn.Linear(1, 1), nn.Linear(1, 1)])
+    assert blocks[:2] is blocks and blocks[:3] is blocks
+    assert list(blocks[:1]) == [blocks[0]] and list(blocks[1:]) == [blocks[1]] and len(blocks[:0]) == 0
+    assert list(blocks[::-1]) == [blocks[1], blocks[0]] and blocks[-1] is blocks[1]
+    assert [name for name, _ in blocks.named_parameters()] == ["0.weight", "0.bias", "1.weight", "1.bias"]

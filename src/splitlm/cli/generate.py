@@ -81,9 +81,10 @@ def write(
         from splitlm.local import Ring
 
     live = len(texts) == 1 and not as_json
-    with Ring(model, say=voice.say, **settings) as ring:
-        codec = ring.codec
-        prompts = [codec.encode_chat([{"role": "user", "content": t}]) if chat else codec.encode(t) for t in texts]
+    ring = Ring(model, say=voice.say, **settings)
+    codec = ring.codec  # a prompt that cannot be is found before others are made to load
+    prompts = [codec.encode_chat([{"role": "user", "content": t}]) if chat else codec.encode(t) for t in texts]
+    with ring:
         if live:
             done = [ring.generate(prompts[0], on_text=lambda piece: voice.out(piece, end=""), **request)]
             voice.out("")

@@ -131,11 +131,15 @@ def main() -> None:
 def _fill_standard_streams() -> bool:
     """Put /dev/null where 0, 1 or 2 is closed, so that no socket takes that number; whether stdout was closed."""
     closed = [stream is None for stream in (sys.stdin, sys.stdout, sys.stderr)]
-    while any(closed) and (number := os.open(os.devnull, os.O_RDWR)) <= 2:
-        if number == 0:
-            sys.stdin = os.fdopen(0, "r")
-        elif number == 1:
-            sys.stdout = os.fdopen(1, "w")
-        else:
-            sys.stderr = os.fdopen(2, "w")
+    while any(closed):
+        match os.open(os.devnull, os.O_RDWR):
+            case 0:
+                sys.stdin = os.fdopen(0, "r")
+            case 1:
+                sys.stdout = os.fdopen(1, "w")
+            case 2:
+                sys.stderr = os.fdopen(2, "w")
+            case spare:
+                os.close(spare)
+                break
     return closed[1]

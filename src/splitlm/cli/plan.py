@@ -38,7 +38,7 @@ def as_data(made: Plan) -> dict[str, Any]:
     data = asdict(made)
     del data["cut"]
     cut = made.cut
-    return data | {"blocks": cut.blocks, "cuts": cuts(made), "private": cut.private}
+    return data | {"folder": str(made.folder), "blocks": cut.blocks, "cuts": cuts(made), "private": cut.private}
 
 
 def cuts(made: Plan) -> tuple[int, ...]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from splitlm.core.sampling import FinishReason
 from splitlm.infer.request import TokenOut
@@ -13,8 +13,8 @@ class TextStream:
     """The text of one generation.
 
     ``accept`` is a ``Request.accept``: it runs on the event loop, and ends the generation at a stop string without a
-    further lap. ``text`` and ``rest`` run in the thread of whoever reads the tokens, which gets a token only after its
-    text is complete.
+    further lap. Without stop strings it is None, and the next lap does not wait for letters: ``text`` makes them. It
+    and ``rest`` run in the thread of whoever reads the tokens, which gets a token only after ``accept`` saw it.
 
     Args:
         codec: the model's tokenizer.
@@ -27,8 +27,14 @@ class TextStream:
         self._matcher = StopMatcher(stop)
         self._texts: dict[int, str] = {}
         self._made = 0
+        self._decides = bool(stop)
 
-    def accept(self, token: int) -> FinishReason | None:
+    @property
+    def accept(self) -> Callable[[int], FinishReason | None] | None:
+        """What has to see every token before the next lap begins; None where the text cannot end the generation."""
+        return self._accept if self._decides else None
+
+    def _accept(self, token: int) -> FinishReason | None:
         """Take the next token; why the generation ends with it, or None."""
         text, stopped = self._matcher.push(self._decoder.push(token))
         self._texts[self._made] = text
@@ -37,7 +43,9 @@ class TextStream:
 
     def text(self, item: TokenOut) -> str:
         """What became certain with this token; empty for the one that ended it by itself."""
-        return self._texts.pop(item.index, "")
+        if self._decides:
+            return self._texts.pop(item.index, "")
+        return "" if item.finish == "eos" else self._matcher.push(self._decoder.push(item.token))[0]
 
     def rest(self, finish: FinishReason | None) -> str:
         """What was held back until the end; nothing after a stop string."""

@@ -45,7 +45,8 @@ class BlockKV(CacheLayerMixin):  # type: ignore[misc]
         """Bytes of the rows kept (keys and values), without room to grow."""
         if self._k is None or self._v is None or not self._k.shape[0]:
             return 0
-        return self._rows * (self._k[0].nbytes + self._v[0].nbytes)
+        # Asked once per token on the way between two stages: without making views.
+        return self._rows * ((self._k.nbytes + self._v.nbytes) // self._k.shape[0])
 
     @property
     def allocated(self) -> int:

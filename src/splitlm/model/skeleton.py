@@ -36,6 +36,19 @@ class NoPositions(nn.Module):
         return self._nothing
 
 
+class Blocks(nn.ModuleList):
+    """A list of blocks that is its own whole slice.
+
+    Base models walk ``layers[:num_hidden_layers]``, for which torch would register every block anew at every step.
+    """
+
+    def __getitem__(self, idx: Any) -> Any:
+        """One block, or some."""
+        if isinstance(idx, slice) and idx.start is None and idx.step is None and (idx.stop or 0) >= len(self) > 0:
+            return self
+        return super().__getitem__(idx)
+
+
 def build_skeleton(config: Any, family: Family, dtype: torch.dtype, where: str) -> Any:
     """The causal model on meta, with no block in it.
 
@@ -117,7 +130,7 @@ def set_blocks(model: Any, family: Family, segment: Segment, blocks: list[nn.Mod
         whole: the whole model's config; the blocks keep it.
     """
     base = getattr(model, family.base)
-    setattr(base, family.layers, nn.ModuleList(blocks))
+    setattr(base, family.layers, Blocks(blocks))
     config = copy.deepcopy(whole)
     config.num_hidden_layers = segment.count
     for name in family.per_block:

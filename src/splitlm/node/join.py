@@ -339,11 +339,12 @@ class _Member:
         while True:
             frame = await inbound.receive()
             step = await self._runner.run(relay.handle, frame)
-            size, arrived, header = frame.nbytes, frame.received_ns, frame.header
-            frame.release()
             before = outbound.bytes_out
             if step.header is not None:
                 await outbound.send(step.header, step.tensors)
+            # The next stage waits for the frame; what is only for us comes after it.
+            size, arrived, header = frame.nbytes, frame.received_ns, frame.header
+            frame.release()
             if isinstance(header, Hidden):
                 sent = time.monotonic_ns() if step.header is not None else step.end_ns
                 meter.write(

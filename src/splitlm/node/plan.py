@@ -38,6 +38,7 @@ class Plan:
 
     Attributes:
         model: as it was asked for.
+        folder: where it lies.
         dtype: of the weights.
         context: the longest text in tokens.
         window: the longest sliding window of its blocks in tokens; None where all attend to everything.
@@ -46,6 +47,7 @@ class Plan:
     """
 
     model: str
+    folder: Path
     cut: Cut
     dtype: str
     context: int
@@ -100,4 +102,4 @@ def plan(
         )
     windows = [window for window in shape.windows if window is not None]
     name = str(shape.dtype).removeprefix("torch.")
-    return Plan(str(model), cut, name, shape.context, max(windows, default=None), there, tuple(nodes))
+    return Plan(str(model), folder, cut, name, shape.context, max(windows, default=None), there, tuple(nodes))

@@ -1,0 +1,72 @@
+"""``splitlm generate`` and ``stage --role full``: what is on stdout, and what a run leaves."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import splitlm
+
+from .command import ROOT, run
+
+BEGIN = " upon a time, there was a little girl"
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A working directory of our own."""
+    monkeypatch.chdir(tmp_path)
+    yield tmp_path
+
+
+def test_one_prompt_is_streamed_as_it_is(stories: Path) -> None:
+    """The text and one line end; nothing else on stdout."""
+    done = run("generate", stories, "--prompt", "Once", "-n", "10", "--no-trace")
+    assert (done.code, done.out) == (0, BEGIN[: len(done.out) - 1] + "\n")
+    assert len(done.out) > 20 and "· 10 tokens, ended by length" in done.err
+    from_stdin = [
+        run("generate", stories, "-n", "10", "--no-trace", *more, stdin="Once") for more in ((), ("--prompt", "-"))
+    ]
+    assert {other.out for other in from_stdin} == {done.out}
+    full = run("stage", stories, "--role", "full", "--prompt", "Once", "--max-new-tokens", "10", "--no-trace")
+    assert full.out == done.out
+
+
+def test_two_processes_say_what_one_says_and_leave_a_run(stories: Path, here: Path) -> None:
+    """Several prompts as JSON; the trace of both nodes, the settings without the secret, the stage's log."""
+    prompts = ("--prompt", "Once", "--prompt", "The dog")
+    alone = run("generate", stories, *prompts, "-n", "5", "--json", "--no-trace")
+    both = run("generate", stories, *prompts, "-n", "5", "--json", "--stages", "2", "--run-label", "two words")
+    assert alone.out == both.out and both.code == 0
+    first, second = map(json.loads, both.out.splitlines())
+    assert (first["prompt"], second["prompt"], first["finish"]) == ("Once", "The dog", "length")
+    assert len(first["tokens"]) == 5 and BEGIN.startswith(first["text"]) and first["prompt_tokens"] > 0
+    (folder,) = (here / "runs").iterdir()
+    assert folder.name.endswith("-generate-two-words") and f"trace in runs/{folder.name}" in both.err
+    names = {path.name for path in folder.iterdir()}
+    assert names == {"run.json", "stage-1.log", "trace-node0.jsonl", "trace-node1.jsonl"}
+    settings = json.loads((folder / "run.json").read_text())
+    assert settings["verb"] == "generate" and settings["config"]["stages"] == 2 and "token" not in settings["config"]
+
+
+def test_sampling_options_arrive(stories: Path) -> None:
+    """One seed gives one text, another gives another; a stop string ends it and is not part of it."""
+    words = ("generate", stories, "--prompt", "Once", "-n", "20", "--no-trace", "--temperature", "1.5", "--seed")
+    first, again, other = (run(*words, seed).out for seed in ("1", "1", "2"))
+    assert first == again != other
+    stopped = run("generate", stories, "--prompt", "Once", "-n", "20", "--no-trace", "--stop", ",")
+    assert stopped.out == " upon a time\n" and "ended by stop" in stopped.err
+
+
+def test_the_module_is_the_command() -> None:
+    """From a source tree, without what pip would have written down."""
+    command = [sys.executable, "-I", "-c"]
+    code = f"import sys; sys.path.insert(0, {str(ROOT / 'src')!r}); sys.argv = ['splitlm', '--version']; "
+    code += "import runpy; runpy.run_module('splitlm', run_name='__main__')"
+    done = subprocess.run([*command, code], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout == f"splitlm {splitlm.__version__}\n"

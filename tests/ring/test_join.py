@@ -1,0 +1,78 @@
+"""Fixed places as processes of their own, from the command line, in any order: the text is the uncut model's."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tests.faults.scene import HOST, PROMPT, command, free_ports, paragraph
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(150)]
+NEW = "40"
+
+
+def uncut(model: Path) -> str:
+    process = command(
+        "stage",
+        str(model),
+        "--role",
+        "full",
+        "--prompt",
+        PROMPT,
+        "--max-new-tokens",
+        NEW,
+        "--no-trace",
+        "--threads",
+        "1",
+    )
+    out, err = process.communicate(timeout=100)
+    assert process.returncode == 0, err
+    return out
+
+
+def place(model: Path, begin: int, end: int, recv: int, send: int, ctrl: int, *more: str) -> subprocess.Popen[str]:
+    flags = {"--layer-begin": begin, "--layer-end": end, "--recv": recv, "--send": send, "--ctrl": ctrl}
+    words = [w for k, v in flags.items() for w in (k, str(v) if k.startswith("--layer") else f"{HOST}:{v}")]
+    return command("stage", str(model), *words, "--no-trace", "--threads", "1", *more)
+
+
+def finish(processes: dict[str, subprocess.Popen[str]]) -> dict[str, tuple[str, str]]:
+    try:
+        return {name: process.communicate(timeout=100) for name, process in processes.items()}
+    finally:
+        for process in processes.values():
+            process.kill()
+            process.wait()
+
+
+@pytest.mark.parametrize("order", ["head first", "head last"])
+def test_three_fixed_places_give_the_uncut_text(order: str, stories: Path) -> None:
+    ctrl, a, b, c = free_ports(4)
+
+    def head() -> None:
+        processes["head"] = place(stories, -1, 2, a, b, ctrl, "--prompt", PROMPT, "--max-new-tokens", NEW)
+
+    processes: dict[str, subprocess.Popen[str]] = {}
+    if order == "head first":
+        head()
+    processes["last"] = place(stories, 4, -1, c, a, ctrl)
+    processes["middle"] = place(stories, 2, 4, b, c, ctrl)
+    if order == "head last":
+        head()
+    said = finish(processes)
+    assert {name: process.returncode for name, process in processes.items()} == dict.fromkeys(processes, 0), said
+    assert said["head"][0] == uncut(stories)
+
+
+def test_places_that_leave_a_block_out_end_both_sides_with_what_is_missing(stories: Path) -> None:
+    ctrl, a, b = free_ports(3)
+    processes = {
+        "head": place(stories, -1, 2, a, b, ctrl, "--prompt", PROMPT, "--deadline", "30"),
+        "last": place(stories, 3, -1, b, a, ctrl, "--deadline", "60"),
+    }
+    said = finish(processes)
+    assert {name: process.returncode for name, process in processes.items()} == {"head": 2, "last": 2}, said
+    for _, err in said.values():
+        assert "nobody holds block 2" in paragraph(err)
