@@ -130,6 +130,12 @@ def test_several_sessions_even_out_the_busiest() -> None:
     assert partition(r).boundaries == (2, 6)
 
 
+def test_behind_a_slow_link_balance_is_worth_nothing_and_the_lap_is() -> None:
+    two = [device("a", 1), device("b", 2)]
+    assert partition(ring(two, sessions=9)).boundaries == (7,)
+    assert partition(ring(two, sessions=9, links=links(["a", "b"], bytes_per_s=20_000))).boundaries == (9,)
+
+
 def test_a_private_head_with_no_room_for_a_block_gets_none() -> None:
     r = ring([device("a", 1, 390), device("b"), device("c")], private=True, sessions=3)
     cut = partition(r)
