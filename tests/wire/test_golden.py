@@ -38,6 +38,12 @@ FRAMES: dict[str, tuple[Header, list[bytes]]] = {
     ),
     "token": (frame.Token(7, 3, 14, 31999, tensors=(Spec("float32", (2,)),)), [struct.pack("<2f", 0.25, -1e30)]),
     "close": (frame.Close(7), []),
+    "fence": (frame.Fence(5), []),
+    "rows": (
+        frame.Rows(2, 7, 11, 40, tensors=(Spec("float32", (1, 2, 2)), Spec("float32", (1, 2, 2)))),
+        [struct.pack("<4f", 1, 2, 3, 4), struct.pack("<4f", 5, 6, 7, 8)],
+    ),
+    "mark": (frame.Mark(2, 9, ((7, 41), (8, 3))), []),
 }
 
 
