@@ -66,7 +66,7 @@ def test_transformers_has_one_home() -> None:
 
 def test_a_link_carries_no_decision() -> None:
     """Rule 2: links know frames, not messages nor plans; a message has no field that could hold a tensor."""
-    assert importing(files("link"), "splitlm.core.messages", "splitlm.plan") == []
+    assert importing(files("link"), "splitlm.core.messages", "splitlm.planner") == []
     from splitlm.core import messages
 
     kinds = [kind for kind in vars(messages).values() if isinstance(kind, type) and issubclass(kind, messages.Message)]

@@ -28,8 +28,8 @@ from splitlm.cli.tables import table
 from splitlm.core.cut import Cut
 from splitlm.core.errors import UsageError
 from splitlm.core.profile import Identity, LinkProfile, Profiles, decode, encode, merge
-from splitlm.plan.cost import Prediction, Ring, node_bytes, predict
-from splitlm.plan.partition import partition
+from splitlm.planner.cost import Prediction, Ring, node_bytes, predict
+from splitlm.planner.partition import partition
 
 MIB = 2**20
 COMPUTE = "exact"

@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from splitlm.core.cut import Cut, diff, make_cut
 from splitlm.core.errors import CutError, UsageError
 from splitlm.core.profile import DeviceProfile, Identity, LinkProfile, ModelProfile
-from splitlm.plan.cost import Ring, predict
-from splitlm.plan.partition import partition
-from splitlm.plan.policy import Decision, Observation, Price, Settings, State, decide, drifted, moved, noise
+from splitlm.planner.cost import Ring, predict
+from splitlm.planner.partition import partition
+from splitlm.planner.policy import Decision, Observation, Price, Settings, State, decide, drifted, moved, noise
 
 WHO = Identity(config_hash="c", dtype="float32", compute="exact")
 LOAD = Callable[[int, int], float]

@@ -15,7 +15,7 @@ from functools import cache
 
 from splitlm.core.cut import Cut, Segment, make_cut
 from splitlm.core.errors import CutError
-from splitlm.plan.cost import Ring, kv_sums, segment_ms
+from splitlm.planner.cost import Ring, kv_sums, segment_ms
 
 SAME = 1 + 1e-9
 """Sums of the same numbers in another order differ by less than this factor."""

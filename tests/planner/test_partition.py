@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from splitlm.core.cut import Cut, balanced_boundaries, make_cut
 from splitlm.core.errors import CutError
 from splitlm.core.profile import DeviceProfile, Identity, LinkProfile, ModelProfile
-from splitlm.plan.cost import Prediction, Ring, fits, node_bytes, predict
-from splitlm.plan.partition import partition
+from splitlm.planner.cost import Prediction, Ring, fits, node_bytes, predict
+from splitlm.planner.partition import partition
 
 WHO = Identity(config_hash="c", dtype="float32", compute="exact")
 

@@ -16,8 +16,8 @@ import msgspec
 
 from splitlm.core.cut import Cut
 from splitlm.core.errors import CutError, UsageError
-from splitlm.plan.cost import Prediction, Ring, predict
-from splitlm.plan.partition import partition
+from splitlm.planner.cost import Prediction, Ring, predict
+from splitlm.planner.partition import partition
 
 HISTORY = 12
 """Windows kept; noise is estimated from them."""
