@@ -27,15 +27,15 @@ def model_profile(files: ModelFiles, name: str, compute: str) -> ModelProfile:
     """
     shape, n = ModelShape(files.folder, files.dtype, family=files.family.name), files.blocks
     seen: set[int] = set()
-    embed = shape._size(Segment(0, 0, embed=True), seen).weight_bytes
-    untied = shape._size(Segment(n, n, head=True), seen).weight_bytes
-    head = shape._size(Segment(n, n, head=True), set()).weight_bytes
+    embed = shape.size(Segment(0, 0, embed=True), seen).weight_bytes
+    untied = shape.size(Segment(n, n, head=True), seen).weight_bytes
+    head = shape.size(Segment(n, n, head=True), set()).weight_bytes
     windows = tuple(window - 1 if window else 0 for window in shape.windows)
     return ModelProfile(
         name=name,
         identity=identity(files, compute),
         blocks=n,
-        block_bytes=max(shape._size(Segment(i, i + 1), set()).weight_bytes for i in range(n)),
+        block_bytes=max(shape.size(Segment(i, i + 1), set()).weight_bytes for i in range(n)),
         embed_bytes=embed,
         head_bytes=head,
         tied_bytes=head - untied,

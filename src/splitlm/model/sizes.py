@@ -96,7 +96,7 @@ class ModelShape:
             raise CutError(f"The cut is of {cut.blocks} blocks", expected=f"one of this model's {self.blocks}")
         held: dict[int, set[int]] = {}
         return [
-            self._size(segment, held.setdefault(node, set()))
+            self.size(segment, held.setdefault(node, set()))
             for segment, node in zip(cut.segments, cut.nodes, strict=True)
         ]
 
@@ -104,7 +104,7 @@ class ModelShape:
     def _layers(self) -> Any:
         return getattr(getattr(self._model, self._family.base), self._family.layers)
 
-    def _size(self, segment: Segment, seen: set[int]) -> SegmentSizes:
+    def size(self, segment: Segment, seen: set[int]) -> SegmentSizes:
         """Sizes of a segment on a node that holds the tensors in ``seen`` already."""
         new = []
         for tensor in self._tensors(segment):
