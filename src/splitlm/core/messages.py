@@ -146,9 +146,13 @@ class Prepare(Message, frozen=True):
 
 
 class Prepared(Message, frozen=True):
-    """Stage to head (the barrier's READY): all that the new cut needs is here; from now on only you decide."""
+    """Stage to head (the barrier's READY): all that the new cut needs is here; from now on only you decide.
+
+    ``compute_ms`` is the node's median compute for one token in the window that ended; 0 where it computed none.
+    """
 
     seq: int
+    compute_ms: float = 0.0
 
 
 class Nack(Message, frozen=True):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from statistics import median
 
 import msgspec
 
@@ -45,8 +46,14 @@ class Meter:
     totals: Totals = field(default_factory=Totals)
     decode: Totals = field(default_factory=Totals)
     last_end_ns: int = 0
+    _window: dict[int, list[float]] = field(default_factory=dict)
     _last_ns: int = 0
     _waiting: list[tuple[int, Callable[[int], None]]] = field(default_factory=list)
+
+    def window_ms(self) -> float:
+        """Median compute of a decode step since the last call, summed over the node's segments; 0 if there was none."""
+        window, self._window = self._window, {}
+        return sum(median(times) for times in window.values())
 
     def after(self, when_ns: int, tell: Callable[[int], None]) -> None:
         """Call ``tell`` with the start of the first step that begins after this time (``time.monotonic_ns``)."""
@@ -75,6 +82,8 @@ class Meter:
             for tell in due:
                 tell(step.start_ns)
         self.last_end_ns = step.end_ns
+        if not prefill:
+            self._window.setdefault(segment or 0, []).append((step.end_ns - step.start_ns) / 1e6)
         free_ns = self._last_ns or arrived_ns
         self._last_ns = sent_ns
         wait = max(0, arrived_ns - free_ns) / 1e6

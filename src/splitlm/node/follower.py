@@ -73,6 +73,7 @@ class Follower:
         ctrl_timeout_s: how long to prepare; and how long to wait for word after READY.
         clock: seconds, for the figures.
         record: takes a record of each barrier.
+        measure: milliseconds of compute for one token in the window that ended, which READY carries.
     """
 
     def __init__(
@@ -85,7 +86,9 @@ class Follower:
         ctrl_timeout_s: float = CTRL_TIMEOUT_S,
         clock: Callable[[], float] = time.monotonic,
         record: Callable[[Window], None] = lambda _: None,
+        measure: Callable[[], float] = lambda: 0.0,
     ) -> None:
+        self._measure = measure
         self._say, self._work, self._node, self._timeout_s = say, work, node, ctrl_timeout_s
         self._clock, self._record = clock, record
         self._state = FollowerState(epoch=epoch)
@@ -194,7 +197,7 @@ class Follower:
                 await self._apply(seq)
             case "say READY":
                 self._barrier.ready = self._barrier.ready or self._clock()
-                await self._tell(m.Prepared(seq))
+                await self._tell(m.Prepared(seq, self._measure()))
             case "say NACK":
                 await self._tell(m.Nack(seq, reason[:MAX_REASON]))
             case "say DONE":
