@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 
 from splitlm.core.errors import NetworkError, PeerLostError, ProtocolError
-from splitlm.link.outbox import Outbox
+from splitlm.link.outbox import JOIN_BYTES, Outbox
 from splitlm.wire.decoder import READ_AHEAD, Decoder
 from splitlm.wire.frame import Buffer, Frame, Header, Refused, encode
 from splitlm.wire.handshake import Claims, Handshake, refusal
@@ -138,6 +138,23 @@ class StreamChannel(asyncio.BufferedProtocol):
         if self.error is not None:
             raise self.error
 
+    def send_now(self, header: Header, tensors: Sequence[Buffer] = ()) -> bool:
+        """Send one frame at once, from any thread; False where it has to wait: then ``send`` it.
+
+        For a channel that one thread at a time sends on. Large frames are left to ``send``, which waits.
+
+        Raises:
+            ProtocolError: the frame is over a limit, or out of turn.
+        """
+        parts = encode(header, tensors)
+        if self.error is not None or sum(map(len, parts)) > JOIN_BYTES:
+            return False
+        self._turns.check(self._role, header, self.peer)
+        if not self._outbox.write_now(parts):
+            return False
+        self._turns.step(self._role, header, self.peer)
+        return True
+
     async def receive(self) -> Frame:
         """The next frame; one task at a time may wait.
 
@@ -225,7 +242,7 @@ class StreamChannel(asyncio.BufferedProtocol):
         if not self._decoder.starved:
             self._decoder.close()
         self._pool.forget(self._wake)
-        self._outbox.resume()
+        self._outbox.detach()
         self.lost.set_result(None)
         self._settle()
 

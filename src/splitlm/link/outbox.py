@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import socket
+import threading
 from collections import deque
 from collections.abc import Sequence
 
@@ -21,12 +24,18 @@ class Outbox:
         self._full = False
         self._waiting: deque[asyncio.Future[None]] = deque()
         self._loop = asyncio.get_running_loop()
+        self._direct: socket.socket | None = None
+        self._lock = threading.Lock()
 
     def attach(self, transport: asyncio.Transport) -> None:
         """Write to this transport from now on."""
         self._transport = transport
         # A send returns when the kernel has the bytes: some event loops keep a view of the caller's tensor until then.
         transport.set_write_buffer_limits(high=0)
+        plain = transport.get_extra_info("socket")
+        if plain is not None and transport.get_extra_info("sslcontext") is None:
+            self._direct = socket.socket(fileno=os.dup(plain.fileno()))
+            self._direct.setblocking(False)
 
     def write(self, parts: Sequence[Buffer]) -> None:
         """Hand the parts of one frame to the transport, together."""
@@ -39,6 +48,43 @@ class Outbox:
         else:
             for part in parts:
                 self._transport.write(part)
+
+    def write_now(self, parts: Sequence[Buffer]) -> bool:
+        """Give one frame to the kernel at once, from any thread; whether that was possible.
+
+        A frame that the loop writes costs the way to its thread first, much of a hop. False leaves it to the loop:
+        the transport is no plain socket, earlier bytes wait, or the kernel has no room.
+        """
+        with self._lock:
+            direct, transport = self._direct, self._transport
+            if direct is None or transport is None or self._full or transport.is_closing():
+                return False
+            if transport.get_write_buffer_size():
+                return False
+            data = b"".join(parts)
+            try:
+                sent = direct.send(data)
+            except OSError:  # no room, or the link is down: the loop finds out which
+                return False
+            self.bytes_out += sent
+            if sent < len(data):
+                self._full = True  # until the loop has written the rest
+                self._loop.call_soon_threadsafe(self._write_rest, data[sent:])
+            return True
+
+    def _write_rest(self, rest: bytes) -> None:
+        self._full = False
+        self.write([rest])
+        if not self._full:
+            self.resume()
+
+    def detach(self) -> None:
+        """The connection is gone."""
+        with self._lock:
+            direct, self._direct = self._direct, None
+        if direct is not None:
+            direct.close()
+        self.resume()
 
     async def drained(self) -> None:
         """Wait until the kernel has everything that was written, or the connection is gone."""

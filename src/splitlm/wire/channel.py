@@ -45,6 +45,16 @@ class Channel(Protocol):
         """
         ...
 
+    def send_now(self, header: Header, tensors: Sequence[Buffer] = ()) -> bool:
+        """Send one frame at once, from any thread; False where it has to wait: then ``send`` it.
+
+        For a channel that one thread at a time sends on.
+
+        Raises:
+            ProtocolError: the frame is over a limit, or out of turn.
+        """
+        ...
+
     async def receive(self) -> Frame:
         """The next frame; call its ``release`` when its buffers are no longer read.
 

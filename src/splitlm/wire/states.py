@@ -116,6 +116,14 @@ class Turns:
         Raises:
             ProtocolError: it is out of turn; the state and what it allows are named, and the state stays.
         """
+        self.state = self.check(sender, header, where)
+
+    def check(self, sender: Role, header: Header, where: str = "") -> State:
+        """The state after a frame of ``sender``, which is not taken into account.
+
+        Raises:
+            ProtocolError: it is out of turn.
+        """
         after = TABLE[self.purpose].get((self.state, sender, type(header)))
         if after is None:
             raise ProtocolError(
@@ -123,7 +131,7 @@ class Turns:
                 where=where,
                 expected=" or ".join(self.allowed(sender)) or f"nothing from the {sender} in this state",
             )
-        self.state = after
+        return after
 
 
 def markdown() -> str:
