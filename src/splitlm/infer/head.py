@@ -9,12 +9,14 @@ import asyncio
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass
 
 import msgspec
 import torch
 
 from splitlm.core.errors import ProtocolError, SplitlmError
 from splitlm.core.groups import first_error
+from splitlm.infer.gate import Gate
 from splitlm.infer.meter import Meter
 from splitlm.infer.relay import Relay, Step
 from splitlm.infer.request import Request, TokenOut
@@ -26,6 +28,15 @@ from splitlm.wire.channel import Channel
 from splitlm.wire.frame import Buffer, Close, Fence, Frame, Header, Hidden, Open, Token
 
 BACKLOG_FRAMES = 2
+
+
+@dataclass(frozen=True)
+class _Sent:
+    """A step of the first segment; if its frame was sent already, when that was (ns), and its bytes."""
+
+    step: Step
+    when_ns: int = 0
+    nbytes: int = 0
 
 
 class Head:
@@ -64,12 +75,11 @@ class Head:
         self._next_number = 1
         self._home: deque[Frame] = deque()
         self._housekeeping: deque[tuple[Relay, Frame]] = deque()
+        self._sending = False
         self._outbox: asyncio.Queue[tuple[Header, tuple[Buffer, ...], Lap | None]] = asyncio.Queue()
         self._work_there = asyncio.Event()
         self._failed: SplitlmError | None = None
-        self._held = False
-        self._fences = 0
-        self._fenced: asyncio.Future[None] | None = None
+        self._gate = Gate()
 
     @property
     def sessions(self) -> list[int]:
@@ -78,24 +88,22 @@ class Head:
 
     def hold(self) -> None:
         """Start no lap any more; what is under way goes on."""
-        self._held = True
+        self._gate.hold()
 
     async def drained(self) -> None:
-        """Wait until every stage has done all that was sent. Call ``hold`` first.
+        """Wait until every stage has done all that was sent, and send nothing more. Call ``hold`` first.
 
         A fence travels round the ring behind the last frame.
         """
         if self._outbound is None:
             return
-        self._fences += 1
-        self._fenced = asyncio.get_running_loop().create_future()
-        self._housekeeping.append((self._first, Frame(Fence(number=self._fences))))
+        self._housekeeping.append((self._first, self._gate.fence()))
         self._work_there.set()
-        await self._fenced
+        await self._gate.passed()
 
     def resume(self) -> None:
         """Go on, under the cut that the relays now belong to."""
-        self._held = False
+        self._gate.open()
         self._meter.epoch = self._first.epoch
         self._work_there.set()
 
@@ -188,7 +196,7 @@ class Head:
         if self._home and self._tail is not None:
             frame = self._home.popleft()
             if isinstance(frame.header, Fence):
-                self._fence_home(frame.header)
+                self._gate.home(frame.header)
                 return True
             step = await self._runner.run(self._tail.handle, frame)
             size, arrived = frame.nbytes, frame.received_ns
@@ -204,15 +212,17 @@ class Head:
                     segment=self._last_segment,
                 )
                 self._meter.write(record)
-            await self._take(step)
+            self._take(_Sent(step))
             return True
-        if self._housekeeping:
+        if self._housekeeping and not self._gate.shut:
             relay, frame = self._housekeeping.popleft()
-            step = await self._runner.run(relay.handle, frame)
+            self._gate.leaving(frame)
             if relay is self._first:
-                await self._take(step)
+                self._take(await self._run(frame))
+            else:
+                await self._runner.run(relay.handle, frame)
             return True
-        if self._held:
+        if self._gate.held:
             return False
         turn = self._schedule.next(backed_up=self._outbox.qsize() >= BACKLOG_FRAMES)
         if turn is None:
@@ -220,16 +230,29 @@ class Head:
         session = self._sessions[turn.session]
         frame = self._input(session)
         arrived = session.arrived_ns
-        step = await self._runner.run(self._first.handle, frame)
-        lap = Lap(step, arrived, turn.prefill, session.bytes_in)
-        if session.chunks:
-            session.arrived_ns = step.end_ns
-            if session.number in self._sessions:  # it may have been ended meanwhile
-                self._schedule.ready(session.number, prefill=True)
-        else:
-            session.pending = lap
-        await self._take(step, lap)
+        lap = Lap(arrived, turn.prefill, session.bytes_in)
+        more = bool(session.chunks)
+        if not more:
+            session.pending = lap  # before the step: its token may be home before we hear that it was sent
+        done = await self._run(frame)
+        if more and session.number in self._sessions:  # it may have been ended meanwhile
+            session.arrived_ns = done.step.end_ns
+            self._schedule.ready(session.number, prefill=True)
+        self._take(done, lap)
         return True
+
+    async def _run(self, frame: Frame) -> _Sent:
+        """One frame through the first segment; what comes of it is sent at once where nothing waits to be sent."""
+        return await self._runner.run(self._step, frame, self._outbox.empty() and not self._sending)
+
+    def _step(self, frame: Frame, free: bool) -> _Sent:
+        """Runs on the compute thread, which saves the frame the way through the loop."""
+        step, outbound = self._first.handle(frame), self._outbound
+        if free and outbound is not None and step.header is not None and not isinstance(step.header, Token):
+            before = outbound.bytes_out
+            if outbound.send_now(step.header, step.tensors):
+                return _Sent(step, time.monotonic_ns(), outbound.bytes_out - before)
+        return _Sent(step)
 
     def _input(self, session: Session) -> Frame:
         """The next rows of a session: a chunk of its prompt, or its newest token."""
@@ -244,12 +267,18 @@ class Head:
         )
         return Frame(header, (view,))
 
-    async def _take(self, step: Step, lap: Lap | None = None) -> None:
+    def _take(self, done: _Sent, lap: Lap | None = None) -> None:
         """What a relay of ours gave: a token for us, a frame for the next node, or nothing."""
+        step = done.step
+        if lap is not None:
+            lap.step = step
         if isinstance(step.header, Token):
             if lap is not None:
                 self._sent(lap, step.end_ns, 0)
             self._accept(step.header, step.logits, time.monotonic_ns(), 0)
+        elif done.when_ns:
+            if lap is not None:
+                self._sent(lap, done.when_ns, done.nbytes)
         elif step.header is not None:
             if self._outbound is None:
                 raise ProtocolError(
@@ -258,6 +287,8 @@ class Head:
             self._outbox.put_nowait((step.header, tuple(step.tensors), lap))
 
     def _sent(self, lap: Lap, when_ns: int, size: int) -> None:
+        if lap.step is None:
+            return
         lap.record = self._meter.measure(
             lap.step,
             arrived_ns=lap.arrived_ns,
@@ -268,15 +299,17 @@ class Head:
         )
         session = self._sessions.get(lap.step.session)
         if session is None or session.pending is not lap:
-            self._meter.write(lap.record)
+            self._meter.write(lap.record, tpot_ms=lap.tpot_ms, ttft_ms=lap.ttft_ms)
 
     async def _send(self, outbound: Channel) -> None:
         while True:
             header, tensors, lap = await self._outbox.get()
+            self._sending = True
             before = outbound.bytes_out
             await outbound.send(header, tensors)
             if lap is not None:
                 self._sent(lap, time.monotonic_ns(), outbound.bytes_out - before)
+            self._sending = not self._outbox.empty()
             if len(self._schedule) and self._outbox.qsize() < BACKLOG_FRAMES:
                 self._work_there.set()
 
@@ -291,7 +324,7 @@ class Head:
                     self._accept(token, logits, when, size)
                 case Fence() as fence if self._tail is None:
                     frame.release()
-                    self._fence_home(fence)
+                    self._gate.home(fence)
                 case Hidden() | Close() | Fence() if self._tail is not None:
                     self._home.append(frame)
                     self._work_there.set()
@@ -301,10 +334,6 @@ class Head:
                     raise ProtocolError(
                         f"A {type(other).__name__} frame came home", where=inbound.peer, expected="Token"
                     )
-
-    def _fence_home(self, fence: Fence) -> None:
-        if fence.number == self._fences and self._fenced is not None and not self._fenced.done():
-            self._fenced.set_result(None)
 
     def _logits(self, frame: Frame) -> torch.Tensor | None:
         """A copy of the logits that came beside a token, if any did."""
@@ -339,8 +368,10 @@ class Head:
         else:
             tpot = (when_ns - session.arrived_ns) / 1e6
             session.laps_ms.append(tpot)
-        if lap is not None and lap.record is not None:
-            self._meter.write(lap.record, tpot_ms=tpot, ttft_ms=ttft)
+        if lap is not None:
+            lap.tpot_ms, lap.ttft_ms = tpot, ttft
+            if lap.record is not None:
+                self._meter.write(lap.record, tpot_ms=tpot, ttft_ms=ttft)
         try:
             session.finish = session.ends_with(header.token, self._context)
         except Exception as error:  # noqa: BLE001 - the caller's own ``accept``: its session ends, the others go on

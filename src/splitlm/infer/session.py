@@ -16,13 +16,22 @@ from splitlm.telemetry.summary import percentile
 
 @dataclass
 class Lap:
-    """A step of the first segment whose token has not come home."""
+    """A step of the first segment, and its token's way home.
 
-    step: Step
+    Attributes:
+        arrived_ns: when its input was known, and ``bytes_in`` how large the frame was that brought it.
+        step: once it was computed.
+        record: once it was sent.
+        tpot_ms: once its token is home, which on a fast ring may be heard of before the sending; ``ttft_ms`` alike.
+    """
+
     arrived_ns: int
     prefill: bool
     bytes_in: int
+    step: Step | None = None
     record: StepRecord | None = None
+    tpot_ms: float | None = None
+    ttft_ms: float | None = None
 
 
 @dataclass
