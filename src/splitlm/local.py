@@ -25,7 +25,7 @@ from typing import Any
 
 import torch
 
-from splitlm.bus.line import TIMEOUT_S
+from splitlm.coordinator.coordinator import CTRL_TIMEOUT_S
 from splitlm.core.cut import Cut
 from splitlm.core.errors import NetworkError, SplitlmError, UsageError
 from splitlm.core.sampling import FinishReason, Sampling
@@ -39,6 +39,8 @@ from splitlm.node.processes import start_stages
 from splitlm.node.ring import RingHost
 from splitlm.node.settings import RingSettings, Shift, StageReport
 from splitlm.node.thread import LoopThread, not_open
+from splitlm.node.window import Boundary
+from splitlm.telemetry.record import Migration
 
 
 @dataclass
@@ -48,8 +50,6 @@ class Generation:
     Attributes:
         text: without special tokens and stop strings.
         tokens: ids, the ending one included.
-        finish: why it ended.
-        prompt_tokens: number of tokens of the prompt.
         logits: one ``[vocab]`` tensor per token, where they were asked for.
     """
 
@@ -73,9 +73,10 @@ class Ring:
         threads: intra-op threads per node; 0 leaves torch's choice.
         prefill_chunk: prompt tokens per step.
         deadline_s: how long to wait for stages.
-        ctrl_timeout_s: silence after which a stage counts as lost; a stage that dies is noticed at once.
-        trace_dir: folder for traces and logs; None keeps no trace.
-        say: takes one line of progress.
+        ctrl_timeout_s: how long a barrier waits; a silent stage is lost after twice this, one that dies at once.
+        window: laps between two barriers; 0 for none.
+        shifts: moves of blocks, each at the first boundary from its token on, in this order.
+        trace_dir: folder for traces and logs; None keeps no trace. ``say`` takes one line of progress.
         static: this node holds blocks ``[0, static)`` and the others bring places of their own.
 
     Raises:
@@ -103,7 +104,7 @@ class Ring:
         static: int | None = None,
         token: str = "",
         deadline_s: float = 60.0,
-        ctrl_timeout_s: float = TIMEOUT_S,
+        ctrl_timeout_s: float = CTRL_TIMEOUT_S,
         window: int = 20,
         shifts: Sequence[Shift] = (),
         trace_dir: Path | str | None = None,
@@ -172,8 +173,7 @@ class Ring:
             raise
 
     async def _make_host(self, settings: RingSettings) -> RingHost:
-        spawn = None if self._remote else functools.partial(start_stages, settings)
-        return RingHost(settings, spawn, self._say)
+        return RingHost(settings, None if self._remote else functools.partial(start_stages, settings), self._say)
 
     async def _started(self, host: RingHost) -> Head:
         return await asyncio.shield(host.started)
@@ -242,6 +242,16 @@ class Ring:
         """Process ids of the stages that this ring started."""
         return self._host.stage_pids if self._host is not None else []
 
+    @property
+    def boundaries(self) -> list[Boundary]:
+        """What happened between windows: how long the ring stood, and which blocks moved."""
+        return self._host.boundaries if self._host is not None else []
+
+    @property
+    def migrations(self) -> list[Migration]:
+        """What each side of each move gave or received; those of other nodes are complete once the ring is closed."""
+        return self._host.migrations if self._host is not None else []
+
     def generate(
         self,
         prompt: str | Sequence[int],
@@ -270,7 +280,7 @@ class Ring:
         kept: list[torch.Tensor] = []
         pieces: list[str] = []
         finish: FinishReason = "length"
-        ids = self._ids(prompt)
+        ids = self.codec.encode(prompt) if isinstance(prompt, str) else list(prompt)
         for item, text in self._run(ids, max_new_tokens, sampling, stop, ignore_eos, logits):
             if item is not None:
                 tokens.append(item.token)
@@ -293,12 +303,10 @@ class Ring:
         ignore_eos: bool = False,
     ) -> Iterator[str]:
         """Pieces of text as they become certain; leaving the loop early ends the session. See ``generate``."""
-        for _, text in self._run(self._ids(prompt), max_new_tokens, sampling, stop, ignore_eos, False):
+        ids = self.codec.encode(prompt) if isinstance(prompt, str) else list(prompt)
+        for _, text in self._run(ids, max_new_tokens, sampling, stop, ignore_eos, False):
             if text:
                 yield text
-
-    def _ids(self, prompt: str | Sequence[int]) -> list[int]:
-        return self.codec.encode(prompt) if isinstance(prompt, str) else list(prompt)
 
     def _run(
         self,

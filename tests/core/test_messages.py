@@ -14,6 +14,18 @@ from splitlm.core.errors import ProtocolError
 from splitlm.core.messages import MAX_MESSAGE_BYTES, Message
 
 CUT = make_cut(30, (6, 11), private=True)
+SIDE = messages.Side(
+    node=1,
+    peer=2,
+    role="donor",
+    epoch=3,
+    blocks=[4],
+    kv_bytes=5,
+    kv_tokens=6,
+    kv_ms=7.5,
+    background_bytes=8,
+    commit_ms=9,
+)
 KINDS = [
     kind
     for kind in vars(messages).values()
@@ -23,12 +35,12 @@ KINDS = [
 
 def example(kind: type[Message]) -> Message:
     """A message of this kind with no field at its default."""
-    values: dict[object, object] = {int: 7, float: 1.5, str: "x", bool: True, Cut: CUT}
+    values: dict[object, object] = {int: 7, float: 1.5, str: "x", bool: True, Cut: CUT, list[messages.Side]: [SIDE]}
     hints = get_type_hints(kind)
     given = {}
     for field in kind.__struct_fields__:
-        options = get_args(hints[field]) or (hints[field],)
-        given[field] = next((values[option] for option in options if option in values), options[0])
+        options = (hints[field], *get_args(hints[field]))
+        given[field] = next((values[option] for option in options if option in values), options[-1])
     return kind(**given)
 
 

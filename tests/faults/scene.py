@@ -90,7 +90,7 @@ class Wounded(Ring):
             if at is not None:
                 at(self, line)
 
-        settings = {"stages": 3, "threads": 1, "ctrl_timeout_s": 10.0, **settings}
+        settings = {"stages": 3, "threads": 1, "ctrl_timeout_s": 5.0, **settings}
         super().__init__(str(model), say=say, **settings)  # type: ignore[arg-type]
 
 

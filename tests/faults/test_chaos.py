@@ -61,7 +61,7 @@ def test_whatever_happens_nothing_is_left(seed: int, stories: Path, expected: li
         assert expected[i].startswith("".join(pieces))
 
     with nothing_left():
-        ring = Wounded(stories, ctrl_timeout_s=2.0)
+        ring = Wounded(stories, ctrl_timeout_s=1.0)
         striker = threading.Thread(target=strike, args=(ring,))
         if opening:
             striker.start()

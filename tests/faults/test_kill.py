@@ -99,7 +99,7 @@ def test_a_stage_killed_while_idle_is_known_before_anyone_asks(stories: Path) ->
 
 def test_a_stage_that_is_stopped_falls_silent_and_is_killed_at_the_end(stories: Path) -> None:
     with nothing_left():
-        with Wounded(stories, ctrl_timeout_s=2.0) as ring:
+        with Wounded(stories, ctrl_timeout_s=1.0) as ring:
             stopped = ring.stage_pids[0]
             begun = 0.0
             with pytest.raises(PeerLostError, match=rf"Node \d \(.*:{stopped}\) is gone: .*silent for 2 s"):

@@ -81,7 +81,7 @@ def test_a_stage_on_another_machine_and_a_cable_that_is_cut(machines: Machines, 
         assert (head.returncode, stage.returncode) == (0, 0), (err, stage_err)
         assert out == expected
 
-        head, stage = pair(machines, stories, 400, "--ctrl-timeout", str(SILENCE_S))
+        head, stage = pair(machines, stories, 400, "--ctrl-timeout", str(SILENCE_S / 2))
         assert head.stdout is not None
         got = head.stdout.read(1)
         machines.cut()

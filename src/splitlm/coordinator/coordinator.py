@@ -58,6 +58,22 @@ class Coordinator:
         return self._state.cut
 
     @property
+    def announced(self) -> Cut | None:
+        """The cut that the followers bring in the background; None for none."""
+        return self._state.announced
+
+    @property
+    def staging_failed(self) -> str:
+        """Who could not bring it, and why; empty for nobody."""
+        return self._state.staging_failed
+
+    @property
+    def standing(self) -> str:
+        """What it is doing, in words."""
+        leader = self._state.leader
+        return f"in state '{leader.where}'" + (f" of barrier {leader.seq}" if leader.seq else "")
+
+    @property
     def failure(self) -> NetworkError | None:
         """Why no barrier is possible any more; it names the peer, the state and the barrier."""
         match self._state.ended:

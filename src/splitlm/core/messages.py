@@ -101,8 +101,31 @@ class Stop(Message, frozen=True):
     reason: str = ""
 
 
+class Side(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """One side of one move, see ``telemetry.record.Migration``."""
+
+    node: int
+    peer: int
+    role: str
+    epoch: int
+    blocks: list[int]
+    kv_bytes: int
+    kv_tokens: int
+    kv_ms: float
+    background_bytes: int
+    commit_ms: float
+    pause_ms: float | None = None
+    weight_construct_ms: float | None = None
+    weight_read_ms: float | None = None
+    pack_ms: float | None = None
+    release_ms: float | None = None
+
+
 class Report(Message, frozen=True):
-    """Stage to head, on leaving: what this stage held and did (bytes; milliseconds summed over its steps)."""
+    """Stage to head, on leaving: what this stage held and did (bytes; milliseconds summed over its steps).
+
+    ``moves`` are its newest ones, as many as fit a message.
+    """
 
     peak_rss_bytes: int
     import_rss_bytes: int
@@ -110,6 +133,7 @@ class Report(Message, frozen=True):
     compute_ms: float
     wait_ms: float
     send_ms: float
+    moves: list[Side] = []
 
 
 class Ping(Message, frozen=True):

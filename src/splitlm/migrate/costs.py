@@ -21,6 +21,7 @@ class Costs:
             that a sliding window dropped later.
         kv_tokens: rows that moved, over sessions and blocks.
         kv_ms: sending or awaiting the last rows while the ring stood still: includes waiting for the peer.
+        pack_ms: donor: copying rows out of live caches, the wait for the step at hand included.
         background_bytes: donor: the part of ``kv_bytes`` that left while tokens flowed.
         commit_ms: applying the change.
     """
@@ -34,5 +35,6 @@ class Costs:
     kv_bytes: int = 0
     kv_tokens: int = 0
     kv_ms: float = 0.0
+    pack_ms: float = 0.0
     background_bytes: int = 0
     commit_ms: float = 0.0

@@ -112,6 +112,13 @@ class ModelFiles:
         head = entries.get(self.key(self.family.head_key))
         return (head.end - head.begin) / block if head is not None and block else 0.0
 
+    @property
+    def kv_heads(self) -> tuple[int, int]:
+        """KV heads of every block, and the width of each."""
+        heads = int(self.config.num_attention_heads)
+        own = getattr(self.config, "num_key_value_heads", None) or heads
+        return int(own), int(getattr(self.config, "head_dim", None) or self.hidden // heads)
+
     def _dtype(self, name: str) -> torch.dtype:
         if name != "auto":
             if name not in DTYPES:

@@ -106,6 +106,13 @@ class Follower:
         """Where this stage stands."""
         return self._state
 
+    @property
+    def standing(self) -> str:
+        """What this stage is doing, in words; after READY what the others do is not known to it."""
+        state = self._state
+        words = f"this stage was in state '{state.where}'" + (f" of barrier {state.seq}" if state.seq else "")
+        return words + ("; state unknown" if state.where in ("prepared", "committed") else "")
+
     def hear(self, message: m.Any) -> None:
         """Take what the coordinator said: Announce, Prepare, Commit, Abort, Finish, or Trouble.
 

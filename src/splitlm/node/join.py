@@ -5,14 +5,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 from splitlm.bus.base import Spoke
-from splitlm.bus.line import BEATS, TIMEOUT_S
+from splitlm.bus.line import BEATS
 from splitlm.bus.star import StarSpoke
+from splitlm.coordinator.coordinator import CTRL_TIMEOUT_S
 from splitlm.core.cut import Cut
 from splitlm.core.errors import CutError, NetworkError, PeerLostError, ProtocolError, SplitlmError
 from splitlm.core.errors import from_exit_code as reported
@@ -35,19 +35,20 @@ from splitlm.core.messages import (
     trouble,
 )
 from splitlm.infer.meter import Meter
-from splitlm.infer.relay import Relay
 from splitlm.link import tcp
 from splitlm.migrate.mover import Mover
 from splitlm.model.load import ModelFiles
 from splitlm.model.runner import Runner
 from splitlm.node.build import BuildSettings, Built, build_node
 from splitlm.node.follower import Follower
-from splitlm.node.identity import check_place, claims_for, node_name, stranger
+from splitlm.node.identity import claims_for, node_name, stranger
+from splitlm.node.links import Links, link_stage
+from splitlm.node.serve import serve
+from splitlm.node.settings import silence
 from splitlm.node.work import StageWork
 from splitlm.telemetry.memory import peak_rss_bytes
 from splitlm.telemetry.sinks import NullTrace, Sink, Trace, trace_path
 from splitlm.wire.channel import Channel
-from splitlm.wire.frame import Hidden
 from splitlm.wire.handshake import Identity
 
 GRACE_S = 1.0
@@ -79,7 +80,7 @@ class StageSettings:
         model: own name of the model, where the head's means nothing on this machine.
         token: join secret.
         deadline_s: how long to wait for the head, and for neighbours.
-        ctrl_timeout_s: silence of the head after which it counts as lost.
+        ctrl_timeout_s: the head counts as lost after twice this (``settings.silence``).
         parent: the process that started this one for its own ring, which has no use without it; 0 for none.
         listen: address for the data listener; an empty host means the one that faces the head.
         advertise: host that the previous node can reach, where it is not the one the head sees.
@@ -94,7 +95,7 @@ class StageSettings:
     model: str = ""
     token: str = ""
     deadline_s: float = 60.0
-    ctrl_timeout_s: float = TIMEOUT_S
+    ctrl_timeout_s: float = CTRL_TIMEOUT_S
     parent: int = 0
     listen: tuple[str, int] = ("", 0)
     advertise: str = ""
@@ -121,8 +122,8 @@ async def run_stage(settings: StageSettings) -> None:
         async with asyncio.TaskGroup() as group:
             orphaned = group.create_task(_watch_parent(settings.parent)) if settings.parent else None
             channel = await tcp.connect(host, port, identity, "control", deadline_s=settings.deadline_s, who="the head")
-            silence = settings.ctrl_timeout_s
-            spoke = StarSpoke(channel, heartbeat_s=silence / BEATS, timeout_s=silence)
+            lost_s = silence(settings.ctrl_timeout_s)
+            spoke = StarSpoke(channel, heartbeat_s=lost_s / BEATS, timeout_s=lost_s)
             try:
                 await _Member(settings, spoke, name, channel.local_host).run()
             finally:
@@ -155,6 +156,7 @@ class _Member:
         self._links: list[Channel] = []
         self._loader = Runner(background=True)
         self._follower: Follower | None = None
+        self._moves: StageWork | None = None
         self._cut: Cut | None = None
 
     async def run(self) -> None:
@@ -193,7 +195,11 @@ class _Member:
     async def _listen(self, work: asyncio.Task[None]) -> None:
         """Hear the head until it says Stop."""
         while True:
-            match await self._spoke.receive():
+            try:
+                message = await self._spoke.receive()
+            except PeerLostError as error:
+                raise self._standing(error) from None
+            match message:
                 case Assign() as assign if not self._assign.done():
                     self._assign.set_result(assign)
                 case Connect() as connect if not self._connect.done():
@@ -227,9 +233,9 @@ class _Member:
         self._sink.write(built.meta)
         self._meter = Meter(assign.node, self._sink, assign.cut.epoch)
         try:
-            inbound, outbound, neighbours = await self._link(assign, identity, built)
-            mover = Mover(assign.node, built.stages[0], files, assign.cut, neighbours, self._runner, self._loader)
-            work = StageWork(assign.node, mover, built.relays, self._meter, self._changed)
+            links = await self._link(assign, identity, built)
+            mover = Mover(assign.node, built.stages[0], files, assign.cut, links.movers, self._runner, self._loader)
+            work = self._moves = StageWork(assign.node, mover, built.relays, self._meter, self._changed)
             self._follower = Follower(
                 self._spoke.send,
                 work,
@@ -237,18 +243,51 @@ class _Member:
                 epoch=assign.cut.epoch,
                 ctrl_timeout_s=assign.barrier_s,
                 record=self._sink.write,
+                measure=self._meter.window_ms,
             )
             await self._spoke.send(Ready())
             self._settings.say(f"stage {assign.node}: ready")
             async with asyncio.TaskGroup() as group:
                 group.create_task(mover.run())
                 group.create_task(self._follower.run())
-                group.create_task(self._serve(built.relays[0], inbound, outbound, self._meter))
+                group.create_task(serve(self._runner, built.relays[0], links.inbound, links.outbound, self._meter))
         except* PeerLostError as errors:
             await asyncio.sleep(GRACE_S)
-            raise first_error(errors) from None
+            raise self._standing(first_error(errors)) from None
         finally:
             await asyncio.gather(*(link.close() for link in self._links))
+
+    async def _link(self, assign: Assign, identity: Identity, built: Built) -> Links:
+        settings, place = self._settings, self._settings.place
+        listen = place.listen if place else settings.listen
+
+        async def opened(data_port: int, move_port: int) -> None:
+            meta = built.meta
+            await self._spoke.send(
+                Loaded(settings.advertise, data_port, meta.parameters, meta.resident_bytes, move_port)
+            )
+
+        async def told() -> Connect:
+            word = await self._connect
+            return Connect(word.host or self._spoke.hub_host, word.port, word.move_port)
+
+        return await link_stage(
+            assign,
+            identity,
+            listen=(listen[0] or self._local_host, listen[1]),
+            send=place.send if place else None,
+            deadline_s=settings.deadline_s,
+            opened=opened,
+            told=told,
+            keep=self._links.append,
+        )
+
+    def _standing(self, error: SplitlmError) -> SplitlmError:
+        """The loss of a peer, with what this stage was doing: in a barrier that decides what may go on."""
+        follower = self._follower
+        if follower is None or not isinstance(error, PeerLostError):
+            return error
+        return PeerLostError(f"{error.what.rstrip('. ')}; {follower.standing}", where=error.where, remedy=error.remedy)
 
     def _build(self, assign: Assign) -> tuple[Identity, Built, ModelFiles]:
         """Load this stage's segments, and read what it is to claim of its model. Runs on the compute thread."""
@@ -277,88 +316,9 @@ class _Member:
     def _changed(self, cut: Cut) -> None:
         self._settings.say(f"{'; '.join(map(str, cut.held_by(self._node)))} from epoch {cut.epoch} on")
 
-    async def _link(
-        self, assign: Assign, identity: Identity, built: Built
-    ) -> tuple[Channel, Channel, dict[int, Channel]]:
-        """Listen for the previous node, tell the head, and connect to the next one; in whichever order they come."""
-        place, deadline = self._settings.place, self._settings.deadline_s
-        listen = place.listen if place else self._settings.listen
-        before = f"node {assign.node - 1}"
-        listener = await tcp.listen(listen[0] or self._local_host, listen[1], identity, "data", expect_peer=before)
-        movers = await tcp.listen(listen[0] or self._local_host, 0, identity, "move", expect_peer=before)
-        try:
-            meta, advertise = built.meta, self._settings.advertise
-            await self._spoke.send(Loaded(advertise, listener.port, meta.parameters, meta.resident_bytes, movers.port))
-            after = assign.cut.next_node(assign.node)
-
-            async def dial() -> Channel:
-                told = await self._connect
-                host, port = place.send if place else (told.host or self._spoke.hub_host, told.port)
-                who = f"node {after}" if after else "the head"
-                return self._keep(await tcp.connect(host, port, identity, "data", deadline_s=deadline, who=who), after)
-
-            async def answer() -> Channel:
-                await self._connect  # before it nobody dials; the others may still be loading
-                return self._keep(await listener.accept(deadline_s=deadline, who=before), assign.node - 1)
-
-            async def dial_mover() -> Channel | None:
-                told = await self._connect
-                if not told.move_port:
-                    return None
-                host = told.host or self._spoke.hub_host
-                link = await tcp.connect(
-                    host, told.move_port, identity, "move", deadline_s=deadline, who=f"node {after}"
-                )
-                return self._keep(link, after)
-
-            async def answer_mover() -> Channel:
-                await self._connect
-                return self._keep(await movers.accept(deadline_s=deadline, who=before), assign.node - 1)
-
-            async with asyncio.TaskGroup() as group:
-                dialled, answered = group.create_task(dial()), group.create_task(answer())
-                up, down = group.create_task(dial_mover()), group.create_task(answer_mover())
-            neighbours = {assign.node - 1: down.result()}
-            if (above := up.result()) is not None:
-                neighbours[after] = above
-            return answered.result(), dialled.result(), neighbours
-        except* SplitlmError as errors:
-            raise first_error(errors) from None
-        finally:
-            await listener.close()
-            await movers.close()
-
-    def _keep(self, link: Channel, place: int) -> Channel:
-        """A link that was made: it is closed when this stage leaves, and its other end must be this node."""
-        self._links.append(link)
-        check_place(link, place)
-        return link
-
-    async def _serve(self, relay: Relay, inbound: Channel, outbound: Channel, meter: Meter) -> None:
-        """Receive, run, send."""
-        while True:
-            frame = await inbound.receive()
-            step = await self._runner.run(relay.handle, frame)
-            before = outbound.bytes_out
-            if step.header is not None:
-                await outbound.send(step.header, step.tensors)
-            # The next stage waits for the frame; what is only for us comes after it.
-            size, arrived, header = frame.nbytes, frame.received_ns, frame.header
-            frame.release()
-            if isinstance(header, Hidden):
-                sent = time.monotonic_ns() if step.header is not None else step.end_ns
-                meter.write(
-                    meter.measure(
-                        step,
-                        arrived_ns=arrived,
-                        sent_ns=sent,
-                        prefill=step.prefill,
-                        bytes_in=size,
-                        bytes_out=outbound.bytes_out - before,
-                    )
-                )
-
     def _finish_trace(self) -> None:
+        if self._moves is not None:
+            self._moves.flush()
         if self._meter is not None and self._built is not None:
             self._sink.write(self._meter.final(self._built.meta.import_rss_mb))
         self._sink.close()
@@ -372,4 +332,5 @@ class _Member:
             compute_ms=meter.decode.compute_ms if meter else 0.0,
             wait_ms=meter.decode.recv_wait_ms if meter else 0.0,
             send_ms=meter.decode.send_ms if meter else 0.0,
+            moves=self._moves.told() if self._moves else [],
         )

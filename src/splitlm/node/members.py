@@ -54,6 +54,7 @@ class Members:
     Args:
         say: takes one line of progress.
         barrier: takes a stage's part in barriers: its node and what it said.
+        lost: told that a stage at a node is gone, and why; returns what was going on, in words, or nothing.
         fate: what this machine knows of a lost stage's end, by its name; empty for nothing.
     """
 
@@ -64,8 +65,9 @@ class Members:
         say: Callable[[str], None],
         fate: Callable[[str], Awaitable[str]] | None = None,
         barrier: Callable[[int, messages.Any], None] | None = None,
+        lost: Callable[[int, str], str] | None = None,
     ) -> None:
-        self._barrier = barrier
+        self._barrier, self._lost = barrier, lost
         self._hub, self._settings, self._say, self._fate = hub, settings, say, fate
         self._changed = asyncio.Condition()
         self._members: dict[str, Member] = {}
@@ -105,10 +107,12 @@ class Members:
             case Prepared() | Nack() | Done() | Staged() if member and member.ready and self._barrier:
                 self._barrier(member.node, event)
             case Trouble(code=code, text=text) if member and member.node:
-                raise reported(code, f"{member} stopped: {text}")
+                raise reported(code, f"{member} stopped: {text.rstrip('. ')}{self._meanwhile(member, text)}")
             case PeerGone(reason=reason) if member and member.node:
+                meanwhile = self._meanwhile(member, reason)  # at once: what it did not answer is not awaited any more
                 fate = await self._fate(member.join.name) if self._fate else ""
-                raise PeerLostError(f"{member} is gone: {f'its process {fate}' if fate else reason}".rstrip(". "))
+                why = f"its process {fate}" if fate else reason
+                raise PeerLostError(f"{member} is gone: {why.rstrip('. ')}{meanwhile}")
             case PeerGone() | Trouble():
                 # It has no part in the ring yet, or never had one: the others go on without it.
                 if self._members.pop(peer, None) is not None:
@@ -117,6 +121,11 @@ class Members:
                 await self._hub.drop(peer)
                 if member is not None:
                     raise ProtocolError(f"{member} sent a {type(other).__name__} message out of turn")
+
+    def _meanwhile(self, member: Member, reason: str) -> str:
+        """What the ring was doing when a stage was lost, as the end of a sentence."""
+        standing = self._lost(member.node, reason) if self._lost else ""
+        return f"; the head was {standing}" if standing else ""
 
     async def gather(self, cut: Cut | None, blocks: int) -> Cut:
         """Wait until every place has a stage.
@@ -223,7 +232,7 @@ class Members:
                     deadline_s=settings.deadline_s,
                     pace_ms=settings.pace_ms,
                     ring=ring,
-                    barrier_s=settings.barrier_s,
+                    barrier_s=settings.ctrl_timeout_s,
                 ),
             )
 

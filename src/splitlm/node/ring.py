@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
-from typing import Any, TypeVar, cast
+from typing import TypeVar
 
 import msgspec
 
 from splitlm.bus.line import BEATS
 from splitlm.bus.star import StarHub
-from splitlm.coordinator.coordinator import Coordinator
 from splitlm.core import messages
 from splitlm.core.cut import Cut
 from splitlm.core.errors import NetworkError, PeerLostError, SplitlmError
@@ -27,14 +26,15 @@ from splitlm.model.load import ModelFiles
 from splitlm.model.payload import dtype_name
 from splitlm.model.runner import Runner
 from splitlm.node.build import BuildSettings, Built, build_node
-from splitlm.node.follower import Follower
-from splitlm.node.identity import check_place, claims_for, node_name, process_of, stranger
+from splitlm.node.identity import claims_for, node_name, process_of, stranger
+from splitlm.node.lead import Lead, plan_of
+from splitlm.node.links import link_head
 from splitlm.node.members import Members
 from splitlm.node.processes import StageProcess, end_all
-from splitlm.node.settings import RingSettings, StageReport, choose_cut
-from splitlm.node.window import ForcedShifts, Noop, Windows
-from splitlm.node.work import StageWork
+from splitlm.node.settings import RingSettings, StageReport, check_shifts, choose_cut, silence
+from splitlm.node.window import Boundary
 from splitlm.telemetry.memory import peak_rss_bytes
+from splitlm.telemetry.record import Migration
 from splitlm.telemetry.sinks import NullTrace, Sink, Trace, trace_path
 from splitlm.wire.channel import Channel
 from splitlm.wire.handshake import Claims, Identity
@@ -95,9 +95,7 @@ class RingHost:
         self._built: Built | None = None
         self._head: Head | None = None
         self._loader = Runner(background=True)
-        self._coordinator: Coordinator | None = None
-        self._follower: Follower | None = None
-        self.windows: Windows | None = None
+        self._lead_of: Lead | None = None
 
     @property
     def stage_pids(self) -> list[int]:
@@ -149,6 +147,8 @@ class RingHost:
         self.say("opening the model")
         files = self.files = await self._runner.run(self._open)
         cut = None if settings.static is not None else choose_cut(files, settings)
+        if cut is not None:
+            check_shifts(cut, settings.shifts)
         if cut is None or cut.stages > 1:
             cut = await self._gather(group, cut, files)
         self.cut = cut
@@ -160,9 +160,14 @@ class RingHost:
         self._sink.write(built.meta)
         self._meter = Meter(0, self._sink, cut.epoch)
         inbound = outbound = None
+        movers: dict[int, Channel] = {}
         if self._members is not None:
             claims = await self._runner.run(self._claims, files, cut)
-            inbound, outbound = await self._link(self._members, cut, Identity(claims, settings.token))
+            linked = link_head(
+                self._members, settings, cut, Identity(claims, settings.token), self.say, self._links.append
+            )
+            links = await self._patiently(linked)
+            inbound, outbound, movers = links.inbound, links.outbound, links.movers
         self._head = Head(
             built.relays,
             self._runner,
@@ -174,40 +179,48 @@ class RingHost:
             last_segment=len(cut.segments) - 1,
         )
         if self._members is not None and settings.window:
-            mover = Mover(0, built.stages[0], files, cut, {1: self._links[-1]}, self._runner, self._loader)
-            self._lead(group, cut, mover, built, self._members)
+            mover = Mover(0, built.stages[0], files, cut, movers, self._runner, self._loader)
+            lead = self._lead(self._head, self._meter, built, mover, self._members)
+            for part in lead.parts:
+                group.create_task(self._patiently(part))
         self.say("ready")
         self.started.set_result(self._head)
         await self._patiently(self._head.run())
 
-    def _lead(self, group: asyncio.TaskGroup, cut: Cut, mover: Mover, built: Built, members: Members) -> None:
-        """Lead barriers between windows; this node's own stage follows like any other."""
-        settings, meter, head = self.settings, self._meter, self._head
-        if meter is None or head is None:
-            raise RuntimeError("windows need a head")
-        work = StageWork(0, mover, built.relays, meter, self._changed)
-        timeout = settings.barrier_s
+    def _lead(self, head: Head, meter: Meter, built: Built, mover: Mover, members: Members) -> Lead:
+        settings = self.settings
+        lead = self._lead_of = Lead(
+            head,
+            mover,
+            built.relays,
+            meter,
+            members.send,
+            plan_of(settings.shifts, settings.window),
+            window=settings.window,
+            ctrl_timeout_s=settings.ctrl_timeout_s,
+            changed=self._changed,
+        )
+        return lead
 
-        async def say(message: messages.Message) -> None:
-            self._heard(0, cast(messages.Any, message))
+    @property
+    def boundaries(self) -> list[Boundary]:
+        """What happened between windows."""
+        return list(self._lead_of.windows.boundaries) if self._lead_of else []
 
-        follower = self._follower = Follower(say, work, epoch=cut.epoch, ctrl_timeout_s=timeout)
-
-        async def send(node: int, message: messages.Message) -> None:
-            if node == 0:
-                follower.hear(cast(messages.Any, message))
-            else:
-                await members.send(node, message)
-
-        self._coordinator = Coordinator(send, range(cut.stages), cut=cut, ctrl_timeout_s=timeout)
-        plan = ForcedShifts(settings.shifts, settings.window) if settings.shifts else Noop()
-        self.windows = Windows(head, self._coordinator, plan, settings.window, self._sink)
-        for work_of in (mover.run(), follower.run(), self.windows.run()):
-            group.create_task(self._patiently(work_of))
+    @property
+    def migrations(self) -> list[Migration]:
+        """Every side of every move; of other nodes once ``serve`` has ended, and their newest ones."""
+        own = list(self._lead_of.work.done) if self._lead_of else []
+        reports = [member.report for member in self._members.placed if member.report] if self._members else []
+        others = [Migration(**msgspec.structs.asdict(side)) for report in reports for side in report.moves]
+        return sorted([*own, *others], key=lambda side: (side.epoch, side.role, side.node))
 
     def _heard(self, node: int, message: messages.Any) -> None:
-        if self._coordinator is not None:
-            self._coordinator.hear(node, message)
+        if self._lead_of is not None:
+            self._lead_of.heard(node, message)
+
+    def _lost(self, node: int, reason: str) -> str:
+        return self._lead_of.lost(node, reason) if self._lead_of is not None else ""
 
     def _changed(self, cut: Cut) -> None:
         self.cut = cut
@@ -223,9 +236,9 @@ class RingHost:
         settings = self.settings
         identity = Identity(stranger(self._name), settings.token)
         listener = await tcp.listen(*settings.listen, identity, "control", expect_peer="a stage")
-        silence = settings.ctrl_timeout_s
-        self._hub = StarHub(listener, heartbeat_s=silence / BEATS, timeout_s=silence)
-        members = self._members = Members(self._hub, settings, self.say, self._fate, self._heard)
+        lost_s = silence(settings.ctrl_timeout_s)
+        self._hub = StarHub(listener, heartbeat_s=lost_s / BEATS, timeout_s=lost_s)
+        members = self._members = Members(self._hub, settings, self.say, self._fate, self._heard, self._lost)
         group.create_task(members.watch())
         if self.spawn is not None and cut is not None:
             self._processes = self.spawn(listener.port, cut.stages - 1)
@@ -233,46 +246,9 @@ class RingHost:
         else:
             self.say(f"stages can join at {describe((listener.host, listener.port))}")
         cut = await members.gather(cut, files.blocks)
+        check_shifts(cut, settings.shifts)
         await members.assign(cut, dtype_name(files.dtype), self._ring)
         return cut
-
-    async def _link(self, members: Members, cut: Cut, identity: Identity) -> tuple[Channel, Channel]:
-        """Once everyone has loaded: tell each where to send, connect to node 1, let the last node in."""
-        settings = self.settings
-        last = f"node {cut.stages - 1}"
-        data = await tcp.listen(
-            settings.data[0] or settings.listen[0], settings.data[1], identity, "data", expect_peer=last
-        )
-        try:
-            await members.all_loaded()
-            self.say("linking")
-            await members.introduce(data.port)
-            host, port = settings.send if settings.send[1] else members.address(members.placed[0])
-
-            async def dial() -> Channel:
-                return self._keep(
-                    await tcp.connect(host, port, identity, "data", deadline_s=settings.deadline_s, who="node 1"), 1
-                )
-
-            async def answer() -> Channel:
-                return self._keep(await data.accept(deadline_s=settings.deadline_s, who=last), cut.stages - 1)
-
-            inbound, outbound = await self._patiently(_both(answer, dial))
-            first = members.placed[0].loaded
-            move = await tcp.connect(
-                host, first.move_port if first else 0, identity, "move", deadline_s=settings.deadline_s, who="node 1"
-            )
-            self._keep(move, 1)
-            await members.all_ready()
-        finally:
-            await data.close()
-        return inbound, outbound
-
-    def _keep(self, link: Channel, place: int) -> Channel:
-        """A link that was made: it is closed with the ring, and its other end must be this node."""
-        self._links.append(link)
-        check_place(link, place)
-        return link
 
     async def _patiently(self, work: Awaitable[T]) -> T:
         """Do this; where a neighbour's loss ends it, first hear whether the control plane knows the reason."""
@@ -324,6 +300,8 @@ class RingHost:
         await asyncio.gather(*(link.close() for link in self._links), return_exceptions=True)
 
     async def _finish_trace(self) -> None:
+        if self._lead_of is not None:
+            self._lead_of.work.flush()
         if self._meter is not None and self._built is not None:
             self._sink.write(self._meter.final(self._built.meta.import_rss_mb))
             self._collect(self._meter, self._built)
@@ -343,20 +321,16 @@ class RingHost:
             )
         ]
         for member in self._members.placed if self._members else ():
-            if member.report is not None and self.cut is not None:
-                segments = "; ".join(map(str, self.cut.held_by(member.node)))
+            if (told := member.report) is not None and self.cut is not None:
                 self.reports.append(
-                    StageReport(node=member.node, segments=segments, **msgspec.structs.asdict(member.report))
+                    StageReport(
+                        node=member.node,
+                        segments="; ".join(map(str, self.cut.held_by(member.node))),
+                        resident_bytes=told.resident_bytes,
+                        peak_rss_bytes=told.peak_rss_bytes,
+                        import_rss_bytes=told.import_rss_bytes,
+                        compute_ms=told.compute_ms,
+                        wait_ms=told.wait_ms,
+                        send_ms=told.send_ms,
+                    )
                 )
-
-
-async def _both(
-    first: Callable[[], Coroutine[Any, Any, T]], second: Callable[[], Coroutine[Any, Any, T]]
-) -> tuple[T, T]:
-    """Two things at once; if one fails, the other is given up."""
-    try:
-        async with asyncio.TaskGroup() as group:
-            one, two = group.create_task(first()), group.create_task(second())
-    except* SplitlmError as errors:
-        raise first_error(errors) from None
-    return one.result(), two.result()

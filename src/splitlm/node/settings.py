@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from splitlm.bus.line import TIMEOUT_S
-from splitlm.core.cut import Cut, balanced_boundaries, make_cut
+from splitlm.coordinator.coordinator import CTRL_TIMEOUT_S
+from splitlm.core.cut import Cut, balanced_boundaries, make_cut, shift
+from splitlm.core.errors import UsageError
 from splitlm.model.load import Loader
+
+
+def silence(ctrl_timeout_s: float) -> float:
+    """Seconds of silence on the control plane after which a node counts as lost: longer than any barrier waits."""
+    return 2 * ctrl_timeout_s
 
 
 @dataclass(frozen=True)
@@ -40,7 +47,7 @@ class RingSettings:
         data: address for the last node's link; an empty host is that of ``listen``.
         send: address of node 1, where places are static.
         deadline_s: how long to wait for stages, and stages for each other.
-        ctrl_timeout_s: silence on the control plane after which a stage counts as lost.
+        ctrl_timeout_s: how long a barrier waits for a stage; see ``silence`` for when a silent one counts as lost.
         trace_dir: where records go; None turns them off.
         window: laps between two barriers; 0 for none.
         shifts: moves of blocks that are asked for.
@@ -65,15 +72,23 @@ class RingSettings:
     data: tuple[str, int] = ("", 0)
     send: tuple[str, int] = ("", 0)
     deadline_s: float = 60.0
-    ctrl_timeout_s: float = TIMEOUT_S
+    ctrl_timeout_s: float = CTRL_TIMEOUT_S
     trace_dir: Path | None = None
     window: int = 20
     shifts: tuple[Shift, ...] = ()
 
-    @property
-    def barrier_s(self) -> float:
-        """How long a barrier may wait: half the silence after which a stage counts as lost."""
-        return self.ctrl_timeout_s / 2
+    def __post_init__(self) -> None:
+        if self.window < 0:
+            raise UsageError(
+                f"It is {self.window}", where="--window", expected="tokens between barriers, or 0 for none"
+            )
+        if self.shifts and not self.window:
+            raise UsageError(
+                "Blocks move between two windows, and there are none", where="--window 0", expected="at least 1"
+            )
+        for asked in self.shifts:
+            if asked.at < 1:
+                raise UsageError(f"It is {asked.at}", where="--shift-at", expected="a token, counted from 1")
 
 
 @dataclass
@@ -118,3 +133,13 @@ def choose_cut(files: Divisible, settings: RingSettings) -> Cut:
         tail_blocks=settings.tail_blocks,
     )
     return make_cut(files.blocks, edges, private=settings.private, tail_blocks=settings.tail_blocks)
+
+
+def check_shifts(cut: Cut, shifts: Sequence[Shift]) -> None:
+    """Whether these moves are possible one after the other, before a stage is started for them.
+
+    Raises:
+        CutError: one empties a stage, moves a fixed boundary, or there is but one stage.
+    """
+    for asked in shifts:
+        cut = shift(cut, asked.boundary, asked.k)

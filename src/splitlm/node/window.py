@@ -4,21 +4,26 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import deque
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
 from splitlm.coordinator.coordinator import Coordinator
 from splitlm.coordinator.state import Decision, Outcome
-from splitlm.core.cut import Cut, shift
+from splitlm.core.cut import Cut, Move, diff, shift
 from splitlm.infer.head import Head
 from splitlm.node.settings import Shift
 from splitlm.telemetry.sinks import Sink
+
+KEPT = 10_000
+"""Boundaries that a ring remembers."""
 
 
 class Plan(Protocol):
     """Who decides what the next boundary brings."""
 
-    def announce(self, cut: Cut, boundary: int) -> Cut | None:
+    async def announce(self, cut: Cut, boundary: int) -> Cut | None:
         """The cut to bring in the background for the boundary with this number; None for none."""
         ...
 
@@ -34,7 +39,7 @@ class Plan(Protocol):
 class Noop:
     """Nothing ever moves."""
 
-    def announce(self, cut: Cut, boundary: int) -> Cut | None:  # noqa: ARG002 - it is what every plan takes
+    async def announce(self, cut: Cut, boundary: int) -> Cut | None:  # noqa: ARG002 - it is what every plan takes
         """See ``Plan``."""
         return None
 
@@ -58,7 +63,7 @@ class ForcedShifts:
     window: int
     _next: int = 0
 
-    def announce(self, cut: Cut, boundary: int) -> Cut | None:
+    async def announce(self, cut: Cut, boundary: int) -> Cut | None:
         """See ``Plan``."""
         return self.decide(cut, boundary).cut
 
@@ -75,14 +80,19 @@ class ForcedShifts:
             self._next += 1
 
 
-@dataclass
+@dataclass(frozen=True)
 class Boundary:
     """What happened between two windows.
 
     Attributes:
-        laps: of the ring before it.
+        number: counted from 1 over the life of the ring.
+        laps: of the ring before it: the number of tokens of a session that rode from the beginning.
         drain_ms: until the tokens in flight were home.
         stood_ms: from the last token home until the next lap could start.
+        outcome: of the barrier.
+        moves: blocks that moved.
+        kv_bytes: keys and values that moved with them; the receivers have checked that it was exactly this.
+        late: a move was due, and put off because a stage had not brought its blocks yet.
     """
 
     number: int
@@ -90,6 +100,9 @@ class Boundary:
     drain_ms: float
     stood_ms: float
     outcome: Outcome
+    moves: tuple[Move, ...] = ()
+    kv_bytes: int = 0
+    late: bool = False
 
 
 @dataclass
@@ -98,6 +111,13 @@ class Windows:
 
     A lap is one token of every session that rides; sessions that join in the middle count from there. There is no
     barrier where nobody waits for another token.
+
+    Attributes:
+        boundaries: the newest ``KEPT`` of them.
+
+    Args:
+        kv_due: bytes of keys and values that move with these blocks, while the ring stands still.
+        patience_s: how long a boundary waits for blocks that are still being brought.
     """
 
     head: Head
@@ -105,7 +125,9 @@ class Windows:
     plan: Plan
     window: int
     sink: Sink
-    boundaries: list[Boundary] = field(default_factory=list)
+    kv_due: Callable[[Sequence[Move]], int]
+    patience_s: float
+    boundaries: deque[Boundary] = field(default_factory=lambda: deque(maxlen=KEPT))
 
     def __post_init__(self) -> None:
         self._counts: dict[int, int] = {}
@@ -139,8 +161,8 @@ class Windows:
             await self._announce()
 
     async def _announce(self) -> None:
-        coming = self.plan.announce(self.coordinator.cut, self._number + 1)
-        if coming is not None:
+        coming = await self.plan.announce(self.coordinator.cut, self._number + 1)
+        if coming is not None and coming != self.coordinator.announced:
             await self.coordinator.announce(coming)
 
     async def _boundary(self) -> None:
@@ -149,11 +171,34 @@ class Windows:
         began = time.perf_counter()
         await self.head.drained()
         drained = time.perf_counter()
-        decision = self.plan.decide(self.coordinator.cut, self._number)
+        before = self.coordinator.cut
+        wanted = decision = self.plan.decide(before, self._number)
+        if wanted.cut is not None and not await self._brought(wanted.cut):
+            decision = Decision()
+        moves = () if decision.cut is None else diff(before, decision.cut)
+        due = self.kv_due(moves)
         outcome = await self.coordinator.barrier(decision)
         self.plan.happened(outcome)
         drain_ms = (drained - began) * 1e3
         self.sink.write(outcome.record(drain_ms=drain_ms))
         self.boundaries.append(
-            Boundary(self._number, self._laps, drain_ms, (time.perf_counter() - drained) * 1e3, outcome)
+            Boundary(
+                self._number,
+                self._laps,
+                drain_ms,
+                (time.perf_counter() - drained) * 1e3,
+                outcome,
+                moves if outcome.committed else (),
+                due if outcome.committed else 0,
+                late=decision is not wanted,
+            )
         )
+
+    async def _brought(self, cut: Cut) -> bool:
+        """Whether this cut may be proposed: not while it is still being brought, which an abort would undo.
+
+        Who failed to bring it is asked all the same, and refuses: the reason is then on record.
+        """
+        if self.coordinator.announced != cut:
+            return True
+        return await self.coordinator.staged(self.patience_s) or bool(self.coordinator.staging_failed)

@@ -1,0 +1,144 @@
+"""How a node is linked: a way in and a way out for tokens, and one channel to each neighbour for blocks that move."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+
+from splitlm.core.cut import Cut
+from splitlm.core.errors import SplitlmError
+from splitlm.core.groups import first_error
+from splitlm.core.messages import Assign, Connect
+from splitlm.link import tcp
+from splitlm.node.identity import check_place
+from splitlm.node.members import Members
+from splitlm.node.settings import RingSettings
+from splitlm.wire.channel import Channel
+from splitlm.wire.handshake import Identity
+
+
+@dataclass(frozen=True)
+class Links:
+    """A node's links; ``movers`` by the node at their other end."""
+
+    inbound: Channel
+    outbound: Channel
+    movers: dict[int, Channel]
+
+
+async def link_stage(
+    assign: Assign,
+    identity: Identity,
+    *,
+    listen: tuple[str, int],
+    send: tuple[str, int] | None,
+    deadline_s: float,
+    opened: Callable[[int, int], Awaitable[None]],
+    told: Callable[[], Awaitable[Connect]],
+    keep: Callable[[Channel], None],
+) -> Links:
+    """Listen for the previous node and connect to the next one, in whichever order they come.
+
+    Args:
+        listen: where the previous node is to reach this one.
+        send: the next node's address, where it is fixed.
+        opened: told the data and the move port once both listen.
+        told: waits for the head's word on where the next node is. Before it nobody dials.
+        keep: takes each link as soon as it is made, to be closed whatever happens.
+
+    Raises:
+        NetworkError: a neighbour did not come in time, or is not who it must be.
+    """
+    here, after, before = assign.node, assign.cut.next_node(assign.node), f"node {assign.node - 1}"
+    who = f"node {after}" if after else "the head"
+    listener = await tcp.listen(*listen, identity, "data", expect_peer=before)
+    movers = None
+
+    def kept(link: Channel, place: int) -> Channel:
+        keep(link)
+        check_place(link, place)
+        return link
+
+    async def answer(door: tcp.TcpListener) -> Channel:
+        await told()
+        return kept(await door.accept(deadline_s=deadline_s, who=before), here - 1)
+
+    async def dial() -> Channel:
+        word = await told()
+        host, port = send or (word.host, word.port)
+        return kept(await tcp.connect(host, port, identity, "data", deadline_s=deadline_s, who=who), after)
+
+    async def dial_mover() -> Channel | None:
+        word = await told()
+        if not word.move_port:
+            return None  # the head: it has dialled node 1 for moves, and takes none from the last node
+        link = await tcp.connect(word.host, word.move_port, identity, "move", deadline_s=deadline_s, who=who)
+        return kept(link, after)
+
+    try:
+        movers = await tcp.listen(listen[0], 0, identity, "move", expect_peer=before)
+        await opened(listener.port, movers.port)
+        async with asyncio.TaskGroup() as group:
+            inbound, outbound = group.create_task(answer(listener)), group.create_task(dial())
+            down, up = group.create_task(answer(movers)), group.create_task(dial_mover())
+        neighbours = {here - 1: down.result()}
+        if (above := up.result()) is not None:
+            neighbours[after] = above
+        return Links(inbound.result(), outbound.result(), neighbours)
+    except* SplitlmError as errors:
+        raise first_error(errors) from None
+    finally:
+        await listener.close()
+        if movers is not None:
+            await movers.close()
+
+
+async def link_head(
+    members: Members,
+    settings: RingSettings,
+    cut: Cut,
+    identity: Identity,
+    say: Callable[[str], None],
+    keep: Callable[[Channel], None],
+) -> Links:
+    """Once everyone has loaded: tell each where to send, connect to node 1, let the last node in.
+
+    Raises:
+        NetworkError: a node did not come in time, or is not who it must be.
+    """
+    last, deadline = f"node {cut.stages - 1}", settings.deadline_s
+    host = settings.data[0] or settings.listen[0]
+    door = await tcp.listen(host, settings.data[1], identity, "data", expect_peer=last)
+
+    def kept(link: Channel, place: int) -> Channel:
+        keep(link)
+        check_place(link, place)
+        return link
+
+    try:
+        await members.all_loaded()
+        say("linking")
+        await members.introduce(door.port)
+        first = members.placed[0]
+        to = settings.send if settings.send[1] else members.address(first)
+        move_port = first.loaded.move_port if first.loaded else 0
+
+        async def dial() -> Channel:
+            return kept(await tcp.connect(*to, identity, "data", deadline_s=deadline, who="node 1"), 1)
+
+        async def dial_mover() -> Channel:
+            return kept(await tcp.connect(to[0], move_port, identity, "move", deadline_s=deadline, who="node 1"), 1)
+
+        async def answer() -> Channel:
+            return kept(await door.accept(deadline_s=deadline, who=last), cut.stages - 1)
+
+        async with asyncio.TaskGroup() as group:
+            inbound, outbound = group.create_task(answer()), group.create_task(dial())
+            mover = group.create_task(dial_mover())
+        await members.all_ready()
+        return Links(inbound.result(), outbound.result(), {1: mover.result()})
+    except* SplitlmError as errors:
+        raise first_error(errors) from None
+    finally:
+        await door.close()
