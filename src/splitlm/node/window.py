@@ -131,7 +131,7 @@ class Windows:
 
     def __post_init__(self) -> None:
         self._counts: dict[int, int] = {}
-        self._due = asyncio.Event()
+        self._riding, self._due = asyncio.Event(), asyncio.Event()
         self._number = 0
         self._laps = 0
         self.head.on_lap = self.lap
@@ -141,6 +141,7 @@ class Windows:
         live = set(self.head.sessions)
         self._counts = {s: n for s, n in self._counts.items() if s in live}
         self._counts[session] = self._counts.get(session, 0) + 1
+        self._riding.set()
         if self._counts[session] >= self.window and not self._due.is_set():
             self.head.hold()
             self._due.set()
@@ -151,14 +152,15 @@ class Windows:
         Raises:
             NetworkError: a stage was lost, or may or may not have applied a cut.
         """
-        await self._announce()
         while True:
+            await self._riding.wait()  # not before: what is announced to an idle ring finds no KV to bring
+            await self._announce()
             await self._due.wait()
             await self._boundary()
             self._counts.clear()
+            self._riding.clear()
             self._due.clear()
             self.head.resume()
-            await self._announce()
 
     async def _announce(self) -> None:
         coming = await self.plan.announce(self.coordinator.cut, self._number + 1)

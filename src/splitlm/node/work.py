@@ -34,7 +34,7 @@ class StageWork:
     def __init__(
         self, node: int, mover: Mover, relays: Sequence[Relay], meter: Meter, changed: Callable[[Cut], None]
     ) -> None:
-        self._node, self._mover, self._relays, self._meter, self._changed = node, mover, relays, meter, changed
+        self._node, self._mover, self._relays, self.meter, self._changed = node, mover, relays, meter, changed
         self._proposed = False
         self._costs: list[Costs] = []
         self._records: list[Migration] = []
@@ -58,11 +58,11 @@ class StageWork:
             return
         self.flush()  # two changes without a step between them
         self._costs = await self._mover.commit()
-        self._stood_ns, self._first_ns = self._meter.last_end_ns, 0
-        self._meter.after(self._stood_ns, self._note_first)
+        self._stood_ns, self._first_ns = self.meter.last_end_ns, 0
+        self.meter.after(self._stood_ns, self._note_first)
         for relay in self._relays:
             relay.epoch = cut.epoch
-        self._meter.epoch = cut.epoch
+        self.meter.epoch = cut.epoch
         self._changed(cut)
 
     async def abort(self) -> None:
@@ -107,7 +107,7 @@ class StageWork:
         pause = (first_ns - self._stood_ns) / 1e6 if self._stood_ns and first_ns else None
         for record in records:
             told = msgspec.structs.replace(record, pause_ms=pause)
-            self._meter.sink.write(told)
+            self.meter.sink.write(told)
             self.done.append(told)
 
     def _record(self, costs: Costs, released_ms: float) -> Migration:
