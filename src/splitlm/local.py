@@ -29,6 +29,7 @@ from splitlm.coordinator.coordinator import CTRL_TIMEOUT_S
 from splitlm.core.cut import Cut
 from splitlm.core.errors import NetworkError, SplitlmError, UsageError
 from splitlm.core.sampling import FinishReason, Sampling
+from splitlm.core.shifts import Shift
 from splitlm.infer.head import Head
 from splitlm.infer.request import Request, TokenOut
 from splitlm.infer.text import TextStream
@@ -37,7 +38,7 @@ from splitlm.model.source import resolve
 from splitlm.model.text import TextCodec
 from splitlm.node.processes import start_stages
 from splitlm.node.ring import RingHost
-from splitlm.node.settings import RingSettings, Shift, StageReport
+from splitlm.node.settings import RingSettings, StageReport
 from splitlm.node.thread import LoopThread, not_open
 from splitlm.node.window import Boundary
 from splitlm.telemetry.record import Migration
@@ -49,8 +50,7 @@ class Generation:
 
     Attributes:
         text: without special tokens and stop strings.
-        tokens: ids, the ending one included.
-        logits: one ``[vocab]`` tensor per token, where they were asked for.
+        tokens: ids, the ending one included; ``logits`` one ``[vocab]`` tensor for each, where asked for.
     """
 
     text: str
@@ -74,7 +74,7 @@ class Ring:
         prefill_chunk: prompt tokens per step.
         deadline_s: how long to wait for stages.
         ctrl_timeout_s: how long a barrier waits; a silent stage is lost after twice this, one that dies at once.
-        window: laps between two barriers; 0 for none.
+        window: laps between two barriers, or 0.
         shifts: moves of blocks, each at the first boundary from its token on, in this order.
         trace_dir: folder for traces and logs; None keeps no trace. ``say`` takes one line of progress.
         static: this node holds blocks ``[0, static)`` and the others bring places of their own.
@@ -249,7 +249,7 @@ class Ring:
 
     @property
     def migrations(self) -> list[Migration]:
-        """What each side of each move gave or received; those of other nodes are complete once the ring is closed."""
+        """What each side of each move gave or received; complete once the ring is closed."""
         return self._host.migrations if self._host is not None else []
 
     def generate(

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from splitlm.check.compare import Comparison, Run, compare, rule
+from splitlm.check.moves import Moves
 from splitlm.core.errors import UsageError
 from splitlm.local import Generation, Ring
 from splitlm.model.load import Loader, ModelFiles
@@ -74,16 +75,21 @@ class Equivalence:
     Attributes:
         cut: the ring's segments in words, by node.
         dtype: in which both sides computed.
+        baseline: what the ring was compared with: ``reference`` or ``noshift``.
+        ring: what happened in the ring when blocks were to move; None where none were.
     """
 
     cut: tuple[str, ...]
     dtype: str
     outcomes: tuple[Outcome, ...]
+    baseline: str = "reference"
+    ring: Moves | None = None
 
     @property
     def ok(self) -> bool:
-        """Whether every prompt passed."""
-        return bool(self.outcomes) and all(outcome.ok for outcome in self.outcomes)
+        """Whether every prompt passed, and every move happened and moved what it must."""
+        moved = self.ring is None or not self.ring.failure
+        return bool(self.outcomes) and all(outcome.ok for outcome in self.outcomes) and moved
 
     @property
     def rule(self) -> str:
@@ -102,6 +108,7 @@ def equivalence(
     prefill_chunk: int = 128,
     golden: Path | None = None,
     bits: bool = False,
+    baseline: str = "reference",
     say: Say = lambda _: None,
     **ring: Any,
 ) -> Equivalence:
@@ -116,6 +123,7 @@ def equivalence(
         prefill_chunk: of both sides, for the same reason.
         golden: file with the text that every prompt is to give.
         bits: let nothing pass that is not bit-equal.
+        baseline: ``reference``, or ``noshift``: the same ring that moves no block, of which every bit must be the same.
         ring: what else ``Ring`` takes (stages, cuts, private, loader, dtype …).
 
     Raises:
@@ -134,6 +142,17 @@ def equivalence(
         say(f"{len(cases)} prompts through the ring, {sessions} at once")
         made = ring_runs(opened, cases, max_new_tokens, sessions)
         cut = tuple("; ".join(map(str, opened.cut.held_by(node))) for node in range(opened.cut.stages))
+    shifts = tuple(ring.get("shifts", ()))
+    moves = Moves(shifts, tuple(opened.boundaries), tuple(opened.migrations)) if shifts else None
+    if baseline == "noshift":
+        say("the same without a move")
+        still = {key: value for key, value in ring.items() if key not in ("shifts", "trace_dir")}
+        with Ring(model, threads=threads, prefill_chunk=prefill_chunk, say=say, **still) as opened:
+            unmoved = ring_runs(opened, cases, max_new_tokens, sessions)
+        dtype = str(files.dtype).removeprefix("torch.")
+        both = zip(cases, made, unmoved, strict=True)
+        outcomes = [_unmoved(case, out, other, dtype, wanted) for case, out, other in both]
+        return Equivalence(cut, dtype, tuple(outcomes), baseline, moves)
     say(f"the same without a ring ({reference} loader)")
     with intra_op_threads(threads):
         uncut = Uncut(files, loader=reference)
@@ -143,7 +162,13 @@ def equivalence(
             verdict = against(uncut, case, Run(out.tokens, out.logits), max_new_tokens, prefill_chunk, dtype)
             same = None if wanted is None else out.text.strip() == wanted
             outcomes.append(Outcome(case, verdict, out.text, same, bits))
-    return Equivalence(cut, dtype, tuple(outcomes))
+    return Equivalence(cut, dtype, tuple(outcomes), baseline, moves)
+
+
+def _unmoved(case: Case, out: Generation, other: Generation, dtype: str, wanted: str | None) -> Outcome:
+    """A case of the ring against the same ring without a move."""
+    verdict = compare(Run(out.tokens, out.logits), Run(other.tokens, other.logits), dtype)
+    return Outcome(case, verdict, out.text, None if wanted is None else out.text.strip() == wanted, True)
 
 
 def ring_runs(ring: Ring, cases: Sequence[Case], max_new_tokens: int, sessions: int) -> list[Generation]:

@@ -16,6 +16,7 @@ from splitlm.core import messages
 from splitlm.core.cut import Cut
 from splitlm.core.errors import NetworkError, SplitlmError
 from splitlm.core.groups import first_error
+from splitlm.core.shifts import Shift
 from splitlm.infer.head import Head
 from splitlm.infer.meter import Meter
 from splitlm.infer.relay import Relay
@@ -29,7 +30,6 @@ from splitlm.model.stage import build_stages
 from splitlm.node.follower import Follower
 from splitlm.node.lead import Lead, plan_of
 from splitlm.node.serve import serve
-from splitlm.node.settings import Shift
 from splitlm.node.window import Boundary
 from splitlm.node.work import StageWork
 from splitlm.telemetry.record import Migration

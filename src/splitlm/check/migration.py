@@ -15,12 +15,11 @@ from splitlm.check.equivalence import default_cases, intra_op_threads
 from splitlm.check.inmemory import MemoryRing, memory_ring
 from splitlm.core.cut import Cut, balanced_boundaries, make_cut, shift
 from splitlm.core.errors import CutError, UsageError
+from splitlm.core.shifts import Shift
 from splitlm.model.load import ModelFiles
 from splitlm.model.sizes import ModelShape
 from splitlm.model.source import resolve
 from splitlm.model.text import TextCodec
-from splitlm.node.settings import Shift
-from splitlm.node.window import Boundary
 
 SIZES = (-2, -1, 1, 2)
 Say = Callable[[str], None]
@@ -36,7 +35,7 @@ class Moved:
         blocks: that moved, ``source`` and ``target`` their nodes.
         kv_bytes: that the receiver installed, and ``due`` those that the formula gives.
         background_bytes: sent while tokens flowed.
-        cost_ms: how much longer the ring stood than at its median boundary without a move; None where it has none.
+        stood_ms: how long the ring stood at that boundary.
         comparison: with the ring that moved nothing.
     """
 
@@ -48,7 +47,7 @@ class Moved:
     kv_bytes: int
     due: int
     background_bytes: int
-    cost_ms: float | None
+    stood_ms: float
     comparison: Comparison
 
     @property
@@ -173,7 +172,7 @@ def _case(ring: MemoryRing, asked: Shift, made: Run, unmoved: Run, shape: ModelS
         sum(side.kv_bytes for side in sides if side.role == "receiver"),
         kv_due(shape, [move.block for move in moves], prompt_tokens + at - 1),
         sum(side.background_bytes for side in sides if side.role == "donor"),
-        extra_ms(ring.boundaries),
+        boundary.stood_ms if boundary else 0.0,
         compare(made, unmoved, str(shape.dtype).removeprefix("torch.")),
     )
 
@@ -182,10 +181,3 @@ def kv_due(shape: ModelShape, blocks: Sequence[int], seen: int) -> int:
     """Bytes of keys and values that these blocks keep of so many tokens: at most ``window − 1`` of them if sliding."""
     windows = [shape.windows[block] for block in blocks]
     return shape.row_bytes * sum(seen if window is None else min(seen, window - 1) for window in windows)
-
-
-def extra_ms(boundaries: Sequence[Boundary]) -> float | None:
-    """How much longer the ring stood at a boundary with a move than at the median of the others."""
-    moved = [b.stood_ms for b in boundaries if b.moves]
-    plain = sorted(b.stood_ms for b in boundaries if not b.moves)
-    return max(moved) - plain[len(plain) // 2] if moved and plain else None

@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from splitlm.cli import options as o
-from splitlm.cli.console import Console, console
+from splitlm.cli.bench_migrate import migrate
+from splitlm.cli.bench_output import Json, Repetitions, finish
+from splitlm.cli.console import console
 from splitlm.cli.runs import RunOptions, run_dir
 
-if TYPE_CHECKING:
-    from splitlm.bench.figure import Figure
-
 app = typer.Typer(no_args_is_help=True)
-Repetitions = Annotated[int, typer.Option(help="Turns of each side that count.")]
-Json = Annotated[Path | None, typer.Option("--json", help="Where the result goes [default: the run's folder].")]
+app.command()(migrate)
 
 
 @app.callback()
@@ -38,7 +34,8 @@ def ring(
     json: Json = None,
 ) -> None:
     """A ring against the uncut model, its hops, two cores, simulated devices, and what tracing and privacy cost."""
-    from splitlm.bench.ring import COMPARISONS, measure
+    from splitlm.bench.comparison import measure
+    from splitlm.bench.ring import COMPARISONS
 
     voice = console(context)
     settings: dict[str, str | int] = {
@@ -48,8 +45,8 @@ def ring(
     }
     names = [o.choice(name, tuple(COMPARISONS), "--only") for name in only or COMPARISONS]
     folder = run_dir("bench-ring", run.trace_dir, run.no_trace, run.run_label, {**settings, "only": names})
-    figures = measure(model, names, tokens=tokens, repetitions=repetitions, folder=folder, say=voice.say)
-    _finish(voice, "ring", settings, figures, json, folder)
+    figures = measure(COMPARISONS, model, names, tokens=tokens, repetitions=repetitions, folder=folder, say=voice.say)
+    finish(voice, "ring", settings, figures, json, folder)
 
 
 @app.command()
@@ -70,22 +67,4 @@ def wire(
     }
     folder = run_dir("bench-wire", run.trace_dir, run.no_trace, run.run_label, settings)
     figures = measure(repetitions, messages, voice.say)
-    _finish(voice, "wire", settings, figures, json, folder)
-
-
-def _finish(
-    voice: Console,
-    name: str,
-    settings: Mapping[str, str | int],
-    figures: list[Figure],
-    path: Path | None,
-    folder: Path | None,
-) -> None:
-    from splitlm.bench.figure import table
-    from splitlm.bench.publish import save
-
-    voice.out(table(figures))
-    path = path or (folder / "result.json" if folder is not None else None)
-    if path is not None:
-        save(path, name, {**settings}, figures)
-        voice.say(f"result in {path}")
+    finish(voice, "wire", settings, figures, json, folder)

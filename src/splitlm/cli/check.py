@@ -2,24 +2,27 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from splitlm.cli import check_control
+from splitlm.cli import check_control, check_migration
 from splitlm.cli import options as o
 from splitlm.cli.console import Console, console
+from splitlm.cli.moves import told
 from splitlm.cli.runs import RunOptions
 from splitlm.cli.tables import table
-from splitlm.core.errors import CheckFailedError
+from splitlm.core.errors import CheckFailedError, UsageError
 
 if TYPE_CHECKING:
     from splitlm.check.equivalence import Equivalence, Outcome
+    from splitlm.check.moves import Moves
 
 app = typer.Typer(no_args_is_help=True)
 app.command("control")(check_control.control)
+app.command("migration")(check_migration.migration)
 
 
 @app.callback()
@@ -33,6 +36,11 @@ class Compared(o.RingOptions):
 
     threads: Annotated[int, typer.Option(help="Threads per stage, and of the reference; 0 shares the cores.")] = 1
 
+    def settings(self, default_stages: int = 1, *, listen: tuple[str, int] | None = None) -> dict[str, Any]:
+        """As of any ring; ``--shift-at`` alone means the plan forced-shift."""
+        given = replace(self, plan="forced-shift") if self.shift_at else self
+        return super(Compared, given).settings(default_stages, listen=listen)
+
 
 @app.command()
 def equivalence(
@@ -45,7 +53,9 @@ def equivalence(
     ] = None,
     max_new_tokens: Annotated[int, typer.Option("--max-new-tokens", "-n", help="Tokens of each prompt.")] = 32,
     sessions: Annotated[int, typer.Option(help="So many prompts in the ring at once.")] = 1,
-    baseline: Annotated[str, typer.Option(help="Compared with: reference (the uncut model).")] = "reference",
+    baseline: Annotated[
+        str, typer.Option(help="Compared with: reference (the uncut model), or noshift (this ring, unmoved).")
+    ] = "reference",
     ref_loader: Annotated[str, typer.Option(help="Loader of the reference: hf or shard.")] = "hf",
     golden: Annotated[
         Path | None, typer.Option(help="File with the text to be generated; without --prompt from BOS alone.")
@@ -55,15 +65,18 @@ def equivalence(
 ) -> None:
     """Compare ids and logits of a ring of processes with MODEL uncut, token by token. Exit code 1 if they differ."""
     voice = console(context)
-    o.choice(baseline, ("reference",), "--baseline")
+    o.choice(baseline, ("reference", "noshift"), "--baseline")
     reference = o.choice(ref_loader, ("shard", "hf"), "--ref-loader")
     settings = ring.settings(2)
+    if baseline == "noshift" and not ring.shift_at:
+        raise UsageError("No block is to move", where="--baseline noshift", expected="--shift-at with it")
     request: dict[str, Any] = {
         "max_new_tokens": o.at_least(1, max_new_tokens, "--max-new-tokens"),
         "sessions": o.at_least(1, sessions, "--sessions"),
         "reference": reference,
         "golden": golden,
         "bits": bit_equal,
+        "baseline": baseline,
     }
     voice.say("starting")
     from splitlm.check.equivalence import equivalence as compared
@@ -79,9 +92,11 @@ def equivalence(
         voice.note(f"trace in {folder}")
     if not result.ok:
         bad = [outcome for outcome in result.outcomes if not outcome.ok]
+        if result.ring is not None and result.ring.failure:
+            raise CheckFailedError(result.ring.failure, where="moves", expected="every move, with exactly the KV due")
         raise CheckFailedError(
             "; ".join(f"{outcome.case.name}: {outcome.failure}" for outcome in bad),
-            where=f"{len(bad)} of {len(result.outcomes)} prompts differ from the uncut model",
+            where=f"{len(bad)} of {len(result.outcomes)} prompts differ from {_other(result)}",
             expected=result.rule,
         )
 
@@ -107,9 +122,18 @@ def _show(voice: Console, result: Equivalence) -> None:
     voice.out(f"rule ({result.dtype}): {result.rule}")
     for line in _excuses(result):
         voice.out(line)
+    if result.ring is not None:
+        for line in told(result.ring.boundaries, result.ring.sides, result.ring.asked):
+            voice.out(line)
+        exact = ", ".join(f"{b.kv_bytes:,}" for b in result.ring.done)
+        voice.out(f"KV bytes moved, as many as were due: {exact}")
     if result.ok:
         equal = all(outcome.comparison.bit_equal for outcome in result.outcomes)
-        voice.out("The ring equals the uncut model" + (", bit for bit." if equal else " under this rule."))
+        voice.out(f"The ring equals {_other(result)}" + (", bit for bit." if equal else " under this rule."))
+
+
+def _other(result: Equivalence) -> str:
+    return "the ring that moved no block" if result.baseline == "noshift" else "the uncut model"
 
 
 def _yes(value: bool | None) -> str:
@@ -132,8 +156,26 @@ def _json(result: Equivalence) -> dict[str, Any]:
         "cut": result.cut,
         "dtype": result.dtype,
         "rule": result.rule,
+        "baseline": result.baseline,
+        **({} if result.ring is None else {"moves": _moves(result.ring)}),
         "prompts": [_outcome(outcome) for outcome in result.outcomes],
     }
+
+
+def _moves(ring: Moves) -> list[dict[str, Any]]:
+    return [
+        {
+            "token": boundary.laps,
+            "blocks": [move.block for move in boundary.moves],
+            "source": boundary.moves[0].source,
+            "target": boundary.moves[0].target,
+            "kv_bytes": ring.installed(boundary),
+            "kv_due": boundary.kv_bytes,
+            "stood_ms": boundary.stood_ms,
+            "extra_ms": boundary.extra_ms(ring.boundaries),
+        }
+        for boundary in ring.done
+    ]
 
 
 def _outcome(outcome: Outcome) -> dict[str, Any]:

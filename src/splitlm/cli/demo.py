@@ -1,7 +1,9 @@
-"""``splitlm demo``: a story out of three processes, and the proof that cutting the model changed nothing."""
+"""``splitlm demo``: a story out of three processes, a block that moves in the middle of it, and the proof that neither
+changed anything."""
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -10,9 +12,11 @@ import typer
 
 from splitlm.cli import options as o
 from splitlm.cli.console import Console, console
+from splitlm.cli.moves import told as told_of
 from splitlm.cli.runs import RunOptions
 from splitlm.cli.tables import table
-from splitlm.core.errors import CheckFailedError
+from splitlm.core.errors import CheckFailedError, CutError
+from splitlm.core.shifts import Shift, check_shifts
 
 if TYPE_CHECKING:
     from splitlm.check.compare import Comparison
@@ -21,6 +25,7 @@ if TYPE_CHECKING:
 
 MODEL = "smollm2-135m"
 PROMPT = "Write a short story about a lighthouse keeper who finds a message in a bottle."
+WINDOW = 20
 MIB = 2**20
 
 
@@ -36,6 +41,7 @@ class _Told:
     rate: float | None
     first_ms: float | None
     hop_ms: float | None
+    moves: list[str]
 
 
 def demo(
@@ -47,11 +53,12 @@ def demo(
     prompt: Annotated[str, typer.Option(help="What to write.")] = PROMPT,
     as_json: o.AsJson = False,
 ) -> None:
-    """Cut a model over processes of this machine, write a story, and prove that the uncut model writes the same."""
+    """Cut a model over processes of this machine, write a story while a block moves, and prove that nothing changed."""
     voice = console(context)
     o.at_least(1, stages, "--stages")
     count = o.at_least(1, max_new_tokens, "--max-new-tokens")
     settings: dict[str, Any] = {"stages": stages, "threads": o.ring_threads(0, stages), "dtype": "float32"}
+    settings["window"] = WINDOW
     voice.say("starting")
     with run.folder("demo", {"model": model, "prompt": prompt, "max_new_tokens": count, **settings}) as folder:
         told = _tell(voice, model, prompt, count, {**settings, "trace_dir": folder}, live=not as_json)
@@ -65,14 +72,27 @@ def demo(
         )
 
 
+def _moves(model: str, stages: int, count: int) -> tuple[Shift, ...]:
+    """One block, in the middle of the story, at the last boundary that can move; none where it is too short."""
+    from splitlm.node.plan import plan
+
+    cut = plan(model, stages=stages).cut
+    for boundary in range(stages - 1, 0, -1):
+        for asked in (Shift(count // 2, boundary, 1), Shift(count // 2, boundary, -1)):
+            with suppress(CutError):
+                check_shifts(cut, [asked])
+                return (asked,) if count > 2 * WINDOW else ()
+    return ()
+
+
 def _tell(voice: Console, model: str, prompt: str, count: int, settings: dict[str, Any], *, live: bool) -> _Told:
     from splitlm.check.compare import Run
     from splitlm.check.equivalence import Case, against, intra_op_threads
     from splitlm.local import Ring
     from splitlm.model.uncut import Uncut
 
-    chunk = 128
-    with Ring(model, prefill_chunk=chunk, say=voice.say, **settings) as ring:
+    chunk, shifts = 128, _moves(model, settings["stages"], count)
+    with Ring(model, prefill_chunk=chunk, shifts=shifts, say=voice.say, **settings) as ring:
         codec, files = ring.codec, ring.files
         ids = codec.encode_chat([{"role": "user", "content": prompt}]) if codec.has_chat_template else None
         ids = codec.encode(prompt) if ids is None else ids
@@ -86,11 +106,12 @@ def _tell(voice: Console, model: str, prompt: str, count: int, settings: dict[st
         )
         if live:
             voice.out("\n")
+    moves = told_of(ring.boundaries, ring.migrations, shifts)
     voice.say("writing it again with the uncut model, for the proof")
     with intra_op_threads(settings["threads"]):
         case, made = Case(prompt, tuple(ids)), Run(story.tokens, story.logits)
         verdict = against(Uncut(files), case, made, count, chunk, "float32", codec.eos_ids)
-    return _Told(prompt, story, ring.reports, pids, verdict, *_times(settings["trace_dir"]))
+    return _Told(prompt, story, ring.reports, pids, verdict, *_times(settings["trace_dir"]), moves)
 
 
 def _held(ring: Any) -> list[str]:
@@ -126,6 +147,8 @@ def _show(voice: Console, told: _Told, folder: Path | None, model: str, stages: 
         f"tokens identical: {seen.matches}/{len(told.story.tokens)}, max |Δlogit| {seen.delta:.2g}"
         + (" (bit for bit what the uncut model computes)" if seen.bit_equal else "")
     )
+    for line in told.moves:
+        voice.out(line)
     for step in seen.excused:
         voice.out(f"EXCUSED index {step.index}: the top-2 margin {step.margin:.2g} is below 2·|Δ| {2 * step.delta:.2g}")
     columns = ["stage", "weights MiB", "peak MiB", "compute", "wait", "send"]
@@ -169,6 +192,7 @@ def _json(told: _Told, model: str, folder: Path | None) -> dict[str, Any]:
         "identical": seen.matches,
         "max_delta": seen.delta,
         "bit_equal": seen.bit_equal,
+        "moves": told.moves,
         "stages": [vars(report) for report in told.reports],
         "tokens_per_s": told.rate,
         "ttft_ms": told.first_ms,

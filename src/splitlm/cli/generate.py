@@ -9,6 +9,7 @@ import typer
 from splitlm.cli import options as o
 from splitlm.cli.console import Console, console
 from splitlm.cli.interrupts import held
+from splitlm.cli.moves import told
 from splitlm.cli.runs import RunOptions
 from splitlm.core.errors import UsageError
 
@@ -92,13 +93,17 @@ def write(
             voice.say(f"writing {len(texts)} texts")
             with ThreadPoolExecutor(len(prompts)) as pool:
                 done = list(pool.map(lambda ids: ring.generate(ids, **request), prompts))
+    moves = told(ring.boundaries, ring.migrations, settings.get("shifts", ()))
     for text, result in zip(texts, done, strict=True):
         if as_json:
-            voice.json(_object(text, result))
+            voice.json({**_object(text, result), "moves": moves} if moves else _object(text, result))
         elif not live:
             voice.out(f"── {text}\n{result.text}\n")
     if live:
         voice.note(f"{len(done[0].tokens)} tokens, ended by {done[0].finish}")
+    if not as_json:
+        for line in moves:
+            voice.note(line)
 
 
 def _object(text: str, result: Generation) -> dict[str, Any]:

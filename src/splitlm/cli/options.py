@@ -16,6 +16,7 @@ import typer
 
 from splitlm.core.errors import UsageError
 from splitlm.core.sampling import Sampling as SamplingSettings
+from splitlm.core.shifts import Shift
 
 MODEL_HELP = "Hub id, directory, .gguf file, or smollm2-135m."
 Model = Annotated[str, typer.Argument(metavar="MODEL", help=MODEL_HELP)]
@@ -31,7 +32,20 @@ Threads = Annotated[int, typer.Option(help="Threads per stage; 0 shares this mac
 PrefillChunk = Annotated[int, typer.Option(help="Prompt tokens per prefill step.")]
 Deadline = Annotated[float, typer.Option(help="Seconds to wait for stages and neighbours.")]
 CtrlTimeout = Annotated[
-    float, typer.Option(help="Seconds of silence after which a node counts as lost; the same on all machines.")
+    float,
+    typer.Option(help="Seconds that a barrier waits; who is silent for twice that is lost. The same everywhere."),
+]
+Window = Annotated[int, typer.Option(help="Tokens between two barriers, at which blocks may move; 0 for none.")]
+ShiftAt = Annotated[
+    list[int] | None,
+    typer.Option(help="forced-shift: at the first window boundary from this token on. Several: in this order."),
+]
+ShiftBoundary = Annotated[
+    list[int] | None, typer.Option(help="forced-shift: the boundary that moves, of stages s-1 and s [default: 1].")
+]
+ShiftK = Annotated[
+    list[int] | None,
+    typer.Option(help="forced-shift: blocks that stage s-1 takes from s; below 0, gives to it [default: 1]."),
 ]
 TokenFile = Annotated[Path | None, typer.Option(help="File with the join secret (or set SPLITLM_TOKEN).")]
 TraceDir = Annotated[
@@ -88,7 +102,12 @@ class RingOptions(CutOptions):
     threads: Threads = 0
     prefill_chunk: PrefillChunk = 128
     deadline: Deadline = 60.0
-    ctrl_timeout: CtrlTimeout = 10.0
+    ctrl_timeout: CtrlTimeout = 5.0
+    window: Window = 20
+    plan: Annotated[str, typer.Option(help="noop: no block moves. forced-shift: as --shift-at says.")] = "noop"
+    shift_at: ShiftAt = None
+    shift_boundary: ShiftBoundary = None
+    shift_k: ShiftK = None
     token_file: TokenFile = None
 
     def settings(self, default_stages: int = 1, *, listen: tuple[str, int] | None = None) -> dict[str, Any]:
@@ -108,7 +127,37 @@ class RingOptions(CutOptions):
             "listen": listen,
             "deadline_s": seconds(self.deadline, "--deadline"),
             "ctrl_timeout_s": seconds(self.ctrl_timeout, "--ctrl-timeout"),
+            "window": at_least(0, self.window, "--window"),
+            **self._moves(cut["stages"]),
         }
+
+    def _moves(self, stages: int) -> dict[str, Any]:
+        """What the plan adds to the settings: nothing, or the moves that were asked for.
+
+        Raises:
+            UsageError: moves without their plan, the plan without moves, or where nothing can move.
+        """
+        given = [("--shift-at", self.shift_at), ("--shift-boundary", self.shift_boundary), ("--shift-k", self.shift_k)]
+        if choice(self.plan, ("noop", "forced-shift"), "--plan") == "noop":
+            for option, value in given:
+                if value:
+                    raise UsageError(
+                        "No block moves under the plan noop", where=option, remedy="Add --plan forced-shift"
+                    )
+            return {}
+        if not self.shift_at:
+            raise UsageError(
+                "It is not said when blocks are to move", where="--plan forced-shift", expected="--shift-at with it"
+            )
+        if not self.window:
+            raise UsageError("Blocks move between two windows, and there are none", where="--window 0")
+        if stages == 1:
+            raise UsageError(
+                "A ring of one stage has no boundary that could move",
+                where="--plan forced-shift",
+                remedy="Use --stages 2 or more",
+            )
+        return {"shifts": shift_list(self.shift_at, self.shift_boundary or [1], self.shift_k or [1])}
 
     @property
     def token(self) -> str:
@@ -161,6 +210,21 @@ def cut_list(text: str) -> tuple[int, ...] | None:
         return tuple(int(part) for part in text.split(","))
     except ValueError:
         raise UsageError(f"{text!r} are no cuts", where="--cuts", expected="block indices, such as 6,11") from None
+
+
+def shift_list(at: list[int], boundary: list[int], k: list[int]) -> tuple[Shift, ...]:
+    """Moves, in order; a boundary or number of blocks that is given once holds for all.
+
+    Raises:
+        UsageError: a token below 1, or not one value for each token.
+    """
+    for option, values in (("--shift-boundary", boundary), ("--shift-k", k)):
+        if len(values) not in (1, len(at)):
+            raise UsageError(
+                f"{len(values)} values for {len(at)} moves", where=option, expected=f"one, or {len(at)} of them"
+            )
+    several = (boundary * len(at) if len(boundary) == 1 else boundary, k * len(at) if len(k) == 1 else k)
+    return tuple(Shift(at_least(1, t, "--shift-at"), s, n) for t, s, n in zip(at, *several, strict=True))
 
 
 def read_token(path: Path | None) -> str:

@@ -83,7 +83,7 @@ def stage(
     threads: Annotated[int, typer.Option(help="Threads; 0 takes the head's word.")] = 0,
     prefill_chunk: o.PrefillChunk = 128,
     deadline: o.Deadline = 60.0,
-    ctrl_timeout: o.CtrlTimeout = 10.0,
+    ctrl_timeout: o.CtrlTimeout = 5.0,
     token_file: o.TokenFile = None,
     parent: Annotated[int, typer.Option(hidden=True, help="The head's process, where it started this one.")] = 0,
 ) -> None:

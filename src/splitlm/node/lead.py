@@ -8,12 +8,12 @@ from typing import Any, cast
 from splitlm.coordinator.coordinator import Coordinator
 from splitlm.core import messages
 from splitlm.core.cut import Cut, Move
+from splitlm.core.shifts import Shift
 from splitlm.infer.head import Head
 from splitlm.infer.meter import Meter
 from splitlm.infer.relay import Relay
 from splitlm.migrate.mover import Mover
 from splitlm.node.follower import Follower
-from splitlm.node.settings import Shift
 from splitlm.node.window import ForcedShifts, Noop, Plan, Windows
 from splitlm.node.work import StageWork
 

@@ -17,6 +17,7 @@ from splitlm.core import messages
 from splitlm.core.cut import Cut
 from splitlm.core.errors import NetworkError, PeerLostError, SplitlmError
 from splitlm.core.groups import fault, first_error
+from splitlm.core.shifts import check_shifts
 from splitlm.infer.head import Head
 from splitlm.infer.meter import Meter
 from splitlm.link import tcp
@@ -31,7 +32,7 @@ from splitlm.node.lead import Lead, plan_of
 from splitlm.node.links import link_head
 from splitlm.node.members import Members
 from splitlm.node.processes import StageProcess, end_all
-from splitlm.node.settings import RingSettings, StageReport, check_shifts, choose_cut, silence
+from splitlm.node.settings import RingSettings, StageReport, choose_cut, silence
 from splitlm.node.window import Boundary
 from splitlm.telemetry.memory import peak_rss_bytes
 from splitlm.telemetry.record import Migration

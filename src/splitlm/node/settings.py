@@ -2,35 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
 from splitlm.coordinator.coordinator import CTRL_TIMEOUT_S
-from splitlm.core.cut import Cut, balanced_boundaries, make_cut, shift
+from splitlm.core.cut import Cut, balanced_boundaries, make_cut
 from splitlm.core.errors import UsageError
+from splitlm.core.shifts import Shift
 from splitlm.model.load import Loader
 
 
 def silence(ctrl_timeout_s: float) -> float:
     """Seconds of silence on the control plane after which a node counts as lost: longer than any barrier waits."""
     return 2 * ctrl_timeout_s
-
-
-@dataclass(frozen=True)
-class Shift:
-    """A forced move of one boundary.
-
-    Attributes:
-        at: token at which it is asked for; it happens at the next window boundary.
-        boundary: s, the one between stages s−1 and s.
-        k: blocks; above 0 stage s−1 pulls them from stage s, below 0 it pushes them to it.
-    """
-
-    at: int
-    boundary: int = 1
-    k: int = 1
 
 
 @dataclass(frozen=True)
@@ -133,13 +118,3 @@ def choose_cut(files: Divisible, settings: RingSettings) -> Cut:
         tail_blocks=settings.tail_blocks,
     )
     return make_cut(files.blocks, edges, private=settings.private, tail_blocks=settings.tail_blocks)
-
-
-def check_shifts(cut: Cut, shifts: Sequence[Shift]) -> None:
-    """Whether these moves are possible one after the other, before a stage is started for them.
-
-    Raises:
-        CutError: one empties a stage, moves a fixed boundary, or there is but one stage.
-    """
-    for asked in shifts:
-        cut = shift(cut, asked.boundary, asked.k)

@@ -5,15 +5,16 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from statistics import median
 from typing import Protocol
 
 from splitlm.coordinator.coordinator import Coordinator
 from splitlm.coordinator.state import Decision, Outcome
 from splitlm.core.cut import Cut, Move, diff, shift
+from splitlm.core.shifts import Shift
 from splitlm.infer.head import Head
-from splitlm.node.settings import Shift
 from splitlm.telemetry.sinks import Sink
 
 KEPT = 10_000
@@ -103,6 +104,11 @@ class Boundary:
     moves: tuple[Move, ...] = ()
     kv_bytes: int = 0
     late: bool = False
+
+    def extra_ms(self, others: Iterable[Boundary]) -> float | None:
+        """How much longer the ring stood than at the median of those without a move; None where there is none."""
+        plain = [b.stood_ms for b in others if not b.moves and not b.late and not b.outcome.aborted]
+        return self.stood_ms - median(plain) if plain else None
 
 
 @dataclass
