@@ -70,12 +70,10 @@ class Ring:
         private: keep norm and head (and ``tail_blocks`` final blocks) here, so that no other node sees a token.
         listen: ``(host, port)`` at which other machines join; None starts the stages as processes on this machine.
         token: join secret; a random one by default where the stages are processes of this machine.
-        threads: intra-op threads per node; 0 leaves torch's choice.
-        prefill_chunk: prompt tokens per step.
+        threads: intra-op threads per node; 0 leaves torch's choice. ``prefill_chunk``: prompt tokens per step.
         deadline_s: how long to wait for stages.
-        ctrl_timeout_s: how long a barrier waits; a silent stage is lost after twice this, one that dies at once.
-        window: laps between two barriers, or 0.
-        shifts: moves of blocks, each at the first boundary from its token on, in this order.
+        window: laps between barriers, or 0; ``ctrl_timeout_s`` is how long one waits for a stage.
+        shifts: moves, each at the first boundary from its token on, in order; ``background`` brings blocks before it.
         trace_dir: folder for traces and logs; None keeps no trace. ``say`` takes one line of progress.
         static: this node holds blocks ``[0, static)`` and the others bring places of their own.
 
@@ -107,6 +105,7 @@ class Ring:
         ctrl_timeout_s: float = CTRL_TIMEOUT_S,
         window: int = 20,
         shifts: Sequence[Shift] = (),
+        background: bool = True,
         trace_dir: Path | str | None = None,
         say: Callable[[str], None] = lambda _: None,
     ) -> None:
@@ -134,6 +133,7 @@ class Ring:
             "ctrl_timeout_s": ctrl_timeout_s,
             "window": window,
             "shifts": tuple(shifts),
+            "background": background,
             "trace_dir": Path(trace_dir) if trace_dir is not None else None,
         }
         self._lock = threading.Lock()

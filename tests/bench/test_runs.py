@@ -12,8 +12,9 @@ from pathlib import Path
 import pytest
 
 from splitlm.bench.arm import Arm
+from splitlm.bench.comparison import measure
 from splitlm.bench.publish import load
-from splitlm.bench.ring import measure
+from splitlm.bench.ring import COMPARISONS
 from splitlm.core.errors import SplitlmError, UsageError
 
 
@@ -55,7 +56,7 @@ def test_bench_ring(tiny: Callable[[str], Path], tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_bench_ring_with_several_sessions(tiny: Callable[[str], Path]) -> None:
     """Simulated devices overlap, on any machine: four sessions are faster than one."""
-    figures = measure(str(tiny("llama")), ["devices"], tokens=8, repetitions=1)
+    figures = measure(COMPARISONS, str(tiny("llama")), ["devices"], tokens=8, repetitions=1)
     assert [f.name for f in figures] == ["devices"]
     assert 1.2 < figures[0].value < 5
 

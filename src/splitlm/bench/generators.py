@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any
 
 import torch
 
+from splitlm.core.shifts import Shift
 from splitlm.local import Ring
 from splitlm.model.load import ModelFiles
 from splitlm.model.stock import Stock
@@ -23,9 +25,9 @@ PREFILL_CHUNK = 128
 PROMPT_TOKENS = 8
 
 
-def prompt(session: int = 0) -> list[int]:
+def prompt(session: int = 0, length: int = PROMPT_TOKENS) -> list[int]:
     """The same few token ids for every arm, others for every session."""
-    return [3 + session + i for i in range(PROMPT_TOKENS)]
+    return [3 + session + i for i in range(length)]
 
 
 def pin(pid: int, core: int) -> None:
@@ -41,28 +43,41 @@ class RingWork:
     Args:
         pins: core of each stage, the head's first.
         trace: folder of its traces, "" for none.
+        shifts: moves, each as token, boundary and blocks.
         given: of ``splitlm.Ring``.
     """
 
-    def __init__(self, *, pins: list[int] | None = None, trace: str = "", **given: Any) -> None:
+    def __init__(
+        self, *, pins: list[int] | None = None, trace: str = "", shifts: Sequence[Sequence[int]] = (), **given: Any
+    ) -> None:
         self._trace = Path(trace) if trace else None
-        self._ring = Ring(threads=1, trace_dir=self._trace, **given)
+        self._ring = Ring(threads=1, trace_dir=self._trace, shifts=[Shift(*asked) for asked in shifts], **given)
         self._ring.open()
         if pins is not None:
             for pid, core in zip([os.getpid(), *self._ring.stage_pids], pins, strict=True):
                 pin(pid, core)
         self.told: dict[str, Any] = {"cuts": list(self._ring.cut.boundaries)}
 
-    def run(self, *, tokens: int, sessions: int = 1) -> dict[str, Any]:
+    def run(self, *, tokens: int, sessions: int = 1, prompt_tokens: int = PROMPT_TOKENS) -> dict[str, Any]:
         """Generate in so many sessions at once."""
+
+        def one(session: int) -> None:
+            self._ring.generate(prompt(session, prompt_tokens), max_new_tokens=tokens, ignore_eos=True)
+
         begin = time.perf_counter()
         with ThreadPoolExecutor(sessions) as pool:
-            list(
-                pool.map(
-                    lambda s: self._ring.generate(prompt(s), max_new_tokens=tokens, ignore_eos=True), range(sessions)
-                )
-            )
+            list(pool.map(one, range(sessions)))
         return {"tokens": tokens * sessions, "seconds": time.perf_counter() - begin}
+
+    def windows(self) -> dict[str, Any]:
+        """How many windows have ended, and the moves among them: boundary, why, and how many blocks."""
+        ended = self._ring.boundaries
+        return {
+            "ended": len(ended),
+            "moves": [[b.number, b.outcome.decision.kind, len(b.moves)] for b in ended if b.moves],
+            "cuts": list(self._ring.cut.boundaries),
+            "deciding_ms": [],
+        }
 
     def finish(self) -> dict[str, Any]:
         """Close the ring and read its traces (of runs with one session): hops, laps, and each stage's compute."""

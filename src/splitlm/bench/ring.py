@@ -3,70 +3,13 @@
 from __future__ import annotations
 
 import os
-import tempfile
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
 
-from splitlm.bench.arm import Arm
+from splitlm.bench.comparison import STAGES, Comparisons, Plan
 from splitlm.bench.figure import Figure, Goal, figure, ratios
 from splitlm.bench.turns import interleave
+from splitlm.bench.windows import windows
 
-STAGES = 3
 HOP_SAMPLES = 300
-
-
-@dataclass(frozen=True)
-class Plan:
-    """What every comparison is measured with.
-
-    Attributes:
-        model: the model's folder.
-        toy: folder of the tiny model, for simulated devices.
-        work: folder for traces.
-        hidden: width of the model's hidden states, in values.
-        tokens: new tokens per session and turn.
-        repetitions: turns that count.
-        say: takes one line of progress.
-    """
-
-    model: str
-    toy: str
-    work: Path
-    hidden: int
-    tokens: int = 64
-    repetitions: int = 5
-    dtype: str = "float32"
-    say: Callable[[str], None] = lambda _: None
-
-    def arms(self) -> _Arms:
-        """A group of arms that end together."""
-        return _Arms(self)
-
-    @property
-    def frame_bytes(self) -> int:
-        """Size of a decode step's frame: one row in fp32, and some 100 bytes around it."""
-        return 4 * self.hidden + 100
-
-
-class _Arms(ExitStack):
-    """Arms of one comparison; started one after the other, ended together."""
-
-    def __init__(self, plan: Plan) -> None:
-        super().__init__()
-        self._plan = plan
-
-    def start(self, kind: str, **settings: Any) -> Arm:
-        return self.enter_context(Arm(kind, **settings)).ready()
-
-    def ring(self, **settings: Any) -> Arm:
-        plan = self._plan
-        return self.start("ring", **{"model": plan.model, "dtype": plan.dtype, **settings})
-
-    def uncut(self, **settings: Any) -> Arm:
-        return self.start("uncut", model=self._plan.model, dtype=self._plan.dtype, **settings)
 
 
 def stream(plan: Plan) -> list[Figure]:
@@ -195,12 +138,12 @@ def cores(plan: Plan) -> list[Figure]:
 def devices(plan: Plan) -> list[Figure]:
     """Three simulated devices: four sessions against one."""
     with plan.arms() as arms:
-        real = arms.start("uncut", model=plan.toy)
         blocks = 6
+        real = arms.start("uncut", model=plan.toy(blocks))
         real.rate(tokens=plan.tokens)
         block_ms = 1e3 / real.rate(tokens=plan.tokens) / blocks
         pace = max(2.0, 6 * block_ms)
-        ring = arms.start("ring", model=plan.toy, cuts=[2, 4], pace_ms=pace)
+        ring = arms.start("ring", model=plan.toy(blocks), cuts=[2, 4], pace_ms=pace)
         samples = interleave(
             {
                 "one": lambda: ring.rate(tokens=plan.tokens),
@@ -240,56 +183,12 @@ def private(plan: Plan) -> list[Figure]:
     return [figure("private", text, ratios(samples, "private", "plain"))]
 
 
-COMPARISONS: dict[str, Callable[[Plan], list[Figure]]] = {
+COMPARISONS: Comparisons = {
     "stream": stream,
     "uncut": uncut,
     "cores": cores,
     "devices": devices,
     "trace": trace,
     "private": private,
+    "windows": windows,
 }
-
-
-def measure(
-    model: str,
-    names: Sequence[str],
-    *,
-    tokens: int,
-    repetitions: int,
-    folder: Path | None = None,
-    say: Callable[[str], None] = lambda _: None,
-) -> list[Figure]:
-    """The figures of these comparisons.
-
-    Args:
-        model: hub id, directory or ``smollm2-135m``.
-        names: keys of ``COMPARISONS``.
-        tokens: new tokens per session and turn.
-        repetitions: turns that count.
-        folder: where traces go; None keeps none.
-        say: takes one line of progress.
-
-    Raises:
-        ModelMissingError: there is no such model.
-        SplitlmError: a ring could not be formed, or broke.
-    """
-    from splitlm.model import toy
-    from splitlm.model.load import ModelFiles
-    from splitlm.model.source import resolve
-
-    found = resolve(model, progress=say)
-    with tempfile.TemporaryDirectory(prefix="splitlm-bench-") as scratch:
-        plan = Plan(
-            model=str(found),
-            toy=str(toy.build(Path(scratch, "toy"))) if "devices" in names else "",
-            work=folder.absolute() if folder is not None else Path(scratch),
-            hidden=ModelFiles(found).hidden,
-            tokens=tokens,
-            repetitions=repetitions,
-            say=say,
-        )
-        figures: list[Figure] = []
-        for name in names:
-            say(f"{name}: {str(COMPARISONS[name].__doc__).splitlines()[0]}")
-            figures += COMPARISONS[name](plan)
-    return figures

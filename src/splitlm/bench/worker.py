@@ -14,6 +14,7 @@ from typing import Any, Protocol
 from splitlm.core.errors import SplitlmError, UsageError
 
 KINDS = ("ring", "uncut", "generate", "bare-ring", "bare-stage", "echo", "echo-server", "link", "link-server", "frame")
+VERBS = ("run", "finish", "windows")
 
 
 class Work(Protocol):
@@ -94,7 +95,10 @@ def serve(kind: str, settings: dict[str, Any]) -> None:
         answers.write(json.dumps(work.told) + "\n")
         for line in sys.stdin:
             asked = json.loads(line)
-            done = getattr(work, {"run": "run", "finish": "finish"}[asked.pop("do")])(**asked)
+            verb = asked.pop("do")
+            if verb not in VERBS:
+                raise UsageError(f"{verb!r} is nothing an arm can do", expected=", ".join(VERBS))
+            done = getattr(work, verb)(**asked)
             answers.write(json.dumps(done) + "\n")
     finally:
         work.close()

@@ -13,7 +13,6 @@ from splitlm.cli.console import console
 from splitlm.cli.runs import RunOptions, run_dir
 
 app = typer.Typer(no_args_is_help=True)
-app.command()(migrate)
 
 
 @app.callback()
@@ -68,3 +67,6 @@ def wire(
     folder = run_dir("bench-wire", run.trace_dir, run.no_trace, run.run_label, settings)
     figures = measure(repetitions, messages, voice.say)
     finish(voice, "wire", settings, figures, json, folder)
+
+
+app.command()(migrate)

@@ -14,14 +14,14 @@ HIDDEN = 64
 CONTEXT = 512
 
 
-def build(folder: Path) -> Path:
+def build(folder: Path, blocks: int = BLOCKS) -> Path:
     """Save the model and its tokenizer (one token per character) under ``folder``, and return it."""
     config = AutoConfig.for_model(
         "llama",
         vocab_size=VOCAB,
         hidden_size=HIDDEN,
         intermediate_size=2 * HIDDEN,
-        num_hidden_layers=BLOCKS,
+        num_hidden_layers=blocks,
         num_attention_heads=4,
         num_key_value_heads=2,
         max_position_embeddings=CONTEXT,

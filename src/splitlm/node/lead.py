@@ -20,9 +20,9 @@ from splitlm.node.work import StageWork
 Send = Callable[[int, messages.Message], Awaitable[None]]
 
 
-def plan_of(shifts: Sequence[Shift], window: int) -> Plan:
+def plan_of(shifts: Sequence[Shift], window: int, background: bool = True) -> Plan:
     """Who decides: the user's moves, or nobody."""
-    return ForcedShifts(tuple(shifts), window) if shifts else Noop()
+    return ForcedShifts(tuple(shifts), window, background) if shifts else Noop()
 
 
 class Lead:

@@ -196,7 +196,7 @@ class RingHost:
             built.relays,
             meter,
             members.send,
-            plan_of(settings.shifts, settings.window),
+            plan_of(settings.shifts, settings.window, settings.background),
             window=settings.window,
             ctrl_timeout_s=settings.ctrl_timeout_s,
             changed=self._changed,

@@ -36,6 +36,7 @@ class RingSettings:
         trace_dir: where records go; None turns them off.
         window: laps between two barriers; 0 for none.
         shifts: moves of blocks that are asked for.
+        background: bring their blocks while tokens flow; False does it within the barrier (for comparisons).
     """
 
     model: str
@@ -61,6 +62,7 @@ class RingSettings:
     trace_dir: Path | None = None
     window: int = 20
     shifts: tuple[Shift, ...] = ()
+    background: bool = True
 
     def __post_init__(self) -> None:
         if self.window < 0:

@@ -58,15 +58,17 @@ class ForcedShifts:
 
     Args:
         window: laps per window.
+        background: whether they are announced, so that their blocks come while tokens flow.
     """
 
     shifts: tuple[Shift, ...]
     window: int
+    background: bool = True
     _next: int = 0
 
     async def announce(self, cut: Cut, boundary: int) -> Cut | None:
         """See ``Plan``."""
-        return self.decide(cut, boundary).cut
+        return self.decide(cut, boundary).cut if self.background else None
 
     def decide(self, cut: Cut, boundary: int) -> Decision:
         """See ``Plan``."""

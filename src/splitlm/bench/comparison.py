@@ -1,0 +1,126 @@
+"""What the comparisons of one run share: the model, the number of turns, and arms that end together."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from splitlm.bench.arm import Arm
+from splitlm.bench.figure import Figure
+
+STAGES = 3
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What every comparison is measured with.
+
+    Attributes:
+        model: the model's folder.
+        work: folder for traces.
+        scratch: folder for what is not kept.
+        hidden: width of the model's hidden states, in values.
+        tokens: new tokens per session and turn.
+        repetitions: turns that count.
+        say: takes one line of progress.
+    """
+
+    model: str
+    work: Path
+    scratch: Path
+    hidden: int
+    tokens: int = 64
+    repetitions: int = 5
+    dtype: str = "float32"
+    say: Callable[[str], None] = lambda _: None
+
+    def arms(self) -> Arms:
+        """A group of arms that end together."""
+        return Arms(self)
+
+    def toy(self, blocks: int) -> str:
+        """Folder of a tiny model with so many blocks, for simulated devices."""
+        from splitlm.model import toy
+
+        folder = self.scratch / f"toy-{blocks}"
+        return str(folder if folder.exists() else toy.build(folder, blocks))
+
+    @property
+    def frame_bytes(self) -> int:
+        """Size of a decode step's frame: one row in fp32, and some 100 bytes around it."""
+        return 4 * self.hidden + 100
+
+
+class Arms(ExitStack):
+    """Arms of one comparison; started one after the other, ended together."""
+
+    def __init__(self, plan: Plan) -> None:
+        super().__init__()
+        self._plan = plan
+
+    def start(self, kind: str, **settings: Any) -> Arm:
+        """An arm that is ready to take turns."""
+        return self.enter_context(Arm(kind, **settings)).ready()
+
+    def ring(self, **settings: Any) -> Arm:
+        """A ring of the plan's model."""
+        plan = self._plan
+        return self.start("ring", **{"model": plan.model, "dtype": plan.dtype, **settings})
+
+    def uncut(self, **settings: Any) -> Arm:
+        """The plan's model, uncut."""
+        return self.start("uncut", model=self._plan.model, dtype=self._plan.dtype, **settings)
+
+
+Comparisons = Mapping[str, Callable[[Plan], list[Figure]]]
+"""Each measures one comparison and gives its figures."""
+
+
+def measure(
+    comparisons: Comparisons,
+    model: str,
+    names: Sequence[str],
+    *,
+    tokens: int,
+    repetitions: int,
+    folder: Path | None = None,
+    say: Callable[[str], None] = lambda _: None,
+) -> list[Figure]:
+    """The figures of these comparisons.
+
+    Args:
+        comparisons: to choose from.
+        model: hub id, directory or ``smollm2-135m``.
+        names: keys of ``comparisons``.
+        tokens: new tokens per session and turn.
+        repetitions: turns that count.
+        folder: where traces go; None keeps none.
+        say: takes one line of progress.
+
+    Raises:
+        ModelMissingError: there is no such model.
+        SplitlmError: a ring could not be formed, or broke.
+    """
+    from splitlm.model.load import ModelFiles
+    from splitlm.model.source import resolve
+
+    found = resolve(model, progress=say)
+    with tempfile.TemporaryDirectory(prefix="splitlm-bench-") as scratch:
+        plan = Plan(
+            model=str(found),
+            work=folder.absolute() if folder is not None else Path(scratch),
+            scratch=Path(scratch),
+            hidden=ModelFiles(found).hidden,
+            tokens=tokens,
+            repetitions=repetitions,
+            say=say,
+        )
+        figures: list[Figure] = []
+        for name in names:
+            say(f"{name}: {str(comparisons[name].__doc__).splitlines()[0]}")
+            figures += comparisons[name](plan)
+    return figures
