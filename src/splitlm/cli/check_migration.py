@@ -81,8 +81,8 @@ def _show(voice: Console, result: Matrix) -> None:
     ]
     table(voice, columns, rows)
     voice.out(
-        f"{len(result.cases)} moves in {result.dtype}, after a prompt of {result.prompt_tokens} tokens. KV bytes are as\n"
-        "many as were due; before: sent while tokens flowed (a sliding window may drop some of it later)."
+        f"{len(result.cases)} moves in {result.dtype}, after a prompt of {result.prompt_tokens} tokens. KV bytes are\n"
+        "as many as were due; before: sent while tokens flowed (a sliding window may drop some of it later)."
     )
     if result.ok:
         voice.out("A moved block changes nothing, bit for bit.")
