@@ -73,6 +73,7 @@ class Ring:
         threads: intra-op threads per node; 0 leaves torch's choice. ``prefill_chunk``: prompt tokens per step.
         deadline_s: how long to wait for stages.
         window: laps between barriers, or 0; ``ctrl_timeout_s`` is how long one waits for a stage.
+        plan: ``auto`` moves blocks where measured times say that it pays within ``horizon`` tokens.
         shifts: moves, each at the first boundary from its token on, in order; ``background`` brings blocks before it.
         trace_dir: folder for traces and logs; None keeps no trace. ``say`` takes one line of progress.
         static: this node holds blocks ``[0, static)`` and the others bring places of their own.
@@ -94,7 +95,7 @@ class Ring:
         dtype: str = "auto",
         compute: str = "exact",
         threads: int = 0,
-        pace_ms: float = 0.0,
+        pace_ms: float | Sequence[float] = 0.0,
         prefill_chunk: int = 128,
         listen: tuple[str, int] | None = None,
         data: tuple[str, int] = ("", 0),
@@ -105,6 +106,8 @@ class Ring:
         ctrl_timeout_s: float = CTRL_TIMEOUT_S,
         window: int = 20,
         shifts: Sequence[Shift] = (),
+        plan: str = "noop",
+        horizon: int = 1000,
         background: bool = True,
         trace_dir: Path | str | None = None,
         say: Callable[[str], None] = lambda _: None,
@@ -123,7 +126,7 @@ class Ring:
             "dtype": dtype,
             "compute": compute,
             "threads": threads,
-            "pace_ms": pace_ms,
+            "pace_ms": tuple(pace_ms) if isinstance(pace_ms, Sequence) else pace_ms,
             "prefill_chunk": prefill_chunk,
             "token": token or ("" if self._remote else secrets.token_hex(16)),
             "listen": listen or ("127.0.0.1", 0),
@@ -133,6 +136,8 @@ class Ring:
             "ctrl_timeout_s": ctrl_timeout_s,
             "window": window,
             "shifts": tuple(shifts),
+            "plan": plan,
+            "horizon": horizon,
             "background": background,
             "trace_dir": Path(trace_dir) if trace_dir is not None else None,
         }

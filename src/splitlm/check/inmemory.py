@@ -28,9 +28,9 @@ from splitlm.model.load import Loader, ModelFiles
 from splitlm.model.runner import Runner
 from splitlm.model.stage import build_stages
 from splitlm.node.follower import Follower
-from splitlm.node.lead import Lead, plan_of
+from splitlm.node.lead import Lead
 from splitlm.node.serve import serve
-from splitlm.node.window import Boundary
+from splitlm.node.window import Boundary, forced
 from splitlm.node.work import StageWork
 from splitlm.telemetry.record import Migration
 from splitlm.telemetry.sinks import NullTrace
@@ -138,7 +138,7 @@ async def memory_ring(
             nodes[0].relays,
             meters[0],
             send,
-            plan_of(shifts, window),
+            forced(shifts, window),
             window=window,
             ctrl_timeout_s=ctrl_timeout_s,
             changed=_ignore,

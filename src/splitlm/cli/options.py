@@ -40,6 +40,12 @@ ShiftAt = Annotated[
     list[int] | None,
     typer.Option(help="forced-shift: at the first window boundary from this token on. Several: in this order."),
 ]
+PLANS = ("noop", "forced-shift", "auto")
+PlanName = Annotated[
+    str,
+    typer.Option(help="noop, forced-shift (with --shift-at), or auto: blocks move where that pays [default: noop]."),
+]
+Horizon = Annotated[int, typer.Option(help="auto: tokens within which a move must pay.")]
 ShiftBoundary = Annotated[
     list[int] | None, typer.Option(help="forced-shift: the boundary that moves, of stages s-1 and s [default: 1].")
 ]
@@ -104,7 +110,8 @@ class RingOptions(CutOptions):
     deadline: Deadline = 60.0
     ctrl_timeout: CtrlTimeout = 5.0
     window: Window = 20
-    plan: Annotated[str, typer.Option(help="noop: no block moves. forced-shift: as --shift-at says.")] = "noop"
+    plan: PlanName = ""
+    horizon: Horizon = 1000
     shift_at: ShiftAt = None
     shift_boundary: ShiftBoundary = None
     shift_k: ShiftK = None
@@ -137,15 +144,19 @@ class RingOptions(CutOptions):
         Raises:
             UsageError: moves without their plan, the plan without moves, or where nothing can move.
         """
+        plan = choice(self.plan or ("forced-shift" if self.shift_at else "noop"), PLANS, "--plan")
         given = [("--shift-at", self.shift_at), ("--shift-boundary", self.shift_boundary), ("--shift-k", self.shift_k)]
-        if choice(self.plan, ("noop", "forced-shift"), "--plan") == "noop":
+        if plan != "forced-shift":
             for option, value in given:
                 if value:
                     raise UsageError(
-                        "No block moves under the plan noop", where=option, remedy="Add --plan forced-shift"
+                        f"The plan is {plan}, and this is for forced-shift",
+                        where=option,
+                        remedy="Leave one of them out",
                     )
-            return {}
-        if not self.shift_at:
+            if plan == "noop":
+                return {}
+        elif not self.shift_at:
             raise UsageError(
                 "It is not said when blocks are to move", where="--plan forced-shift", expected="--shift-at with it"
             )
@@ -154,9 +165,11 @@ class RingOptions(CutOptions):
         if stages == 1:
             raise UsageError(
                 "A ring of one stage has no boundary that could move",
-                where="--plan forced-shift",
+                where=f"--plan {plan}",
                 remedy="Use --stages 2 or more",
             )
+        if plan == "auto":
+            return {"plan": "auto", "horizon": at_least(1, self.horizon, "--horizon")}
         return {"shifts": shift_list(self.shift_at, self.shift_boundary or [1], self.shift_k or [1])}
 
     @property

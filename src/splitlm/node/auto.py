@@ -1,4 +1,4 @@
-"""The plan that decides by itself: what each window measured goes to the policy, and its decision to the next boundary."""
+"""The plan that decides by itself: what windows measure goes to the policy, and its decision to the next boundary."""
 
 from __future__ import annotations
 
@@ -11,8 +11,35 @@ import msgspec
 
 from splitlm.coordinator.state import Decision, Outcome
 from splitlm.core.cut import Cut
+from splitlm.core.profile import DeviceProfile, LinkProfile
+from splitlm.model.load import ModelFiles
+from splitlm.model.profile import model_profile
+from splitlm.node.settings import RingSettings
 from splitlm.planner import policy
 from splitlm.planner.cost import Ring
+
+UNBOUNDED = 2**62
+LOCAL_MS, LOCAL_BYTES_PER_S = 0.3, 1e9
+
+
+def assumed(settings: RingSettings, files: ModelFiles, cut: Cut) -> Ring:
+    """A ring of equal devices: what windows measure corrects it, device by device.
+
+    A head costs what reading its weights says; on simulated devices, which take their time per block, nothing.
+    """
+    model = model_profile(files, settings.model, settings.compute)
+    head = 0.0 if any(settings.pace_of(node) for node in range(cut.stages)) else files.head_cost
+    names = [f"node {node}" for node in range(cut.stages)]
+    devices = tuple(
+        DeviceProfile(name=name, measured=model.identity, memory_bytes=UNBOUNDED, block_ms=1.0, head_ms=head)
+        for name in names
+    )
+    links = tuple(
+        LinkProfile(source=a, target=b, latency_ms=LOCAL_MS, bytes_per_s=LOCAL_BYTES_PER_S)
+        for a, b in zip(names, [*names[1:], names[0]], strict=True)
+    )
+    tail = cut.segments[-1].count if cut.private else 0
+    return Ring(model=model, devices=devices, links=links, private=cut.private, tail_blocks=tail)
 
 
 @dataclass

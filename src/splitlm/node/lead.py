@@ -8,21 +8,25 @@ from typing import Any, cast
 from splitlm.coordinator.coordinator import Coordinator
 from splitlm.core import messages
 from splitlm.core.cut import Cut, Move
-from splitlm.core.shifts import Shift
 from splitlm.infer.head import Head
 from splitlm.infer.meter import Meter
 from splitlm.infer.relay import Relay
 from splitlm.migrate.mover import Mover
+from splitlm.model.load import ModelFiles
+from splitlm.node.auto import AutoPlan, assumed
 from splitlm.node.follower import Follower
-from splitlm.node.window import ForcedShifts, Noop, Plan, Windows
+from splitlm.node.settings import RingSettings
+from splitlm.node.window import Plan, Windows, forced
 from splitlm.node.work import StageWork
 
 Send = Callable[[int, messages.Message], Awaitable[None]]
 
 
-def plan_of(shifts: Sequence[Shift], window: int, background: bool = True) -> Plan:
-    """Who decides: the user's moves, or nobody."""
-    return ForcedShifts(tuple(shifts), window, background) if shifts else Noop()
+def plan_of(settings: RingSettings, files: ModelFiles, cut: Cut, head: Head) -> Plan:
+    """Who decides what boundaries bring: the user's moves, the measured times, or nobody."""
+    if settings.plan == "auto":
+        return AutoPlan(assumed(settings, files, cut), settings.horizon, lambda: len(head.sessions))
+    return forced(settings.shifts, settings.window, settings.background)
 
 
 class Lead:
@@ -49,6 +53,7 @@ class Lead:
         changed: Callable[[Cut], None],
     ) -> None:
         cut = mover.cut
+        self._plan = plan
         self._mover, self._stage, self._others = mover, relays[0].stage, send
         self.work = StageWork(0, mover, relays, meter, changed)
         self._follower = Follower(
@@ -66,6 +71,8 @@ class Lead:
 
     def heard(self, node: int, message: messages.Any) -> None:
         """A stage said its part in a barrier."""
+        if isinstance(message, messages.Prepared) and isinstance(self._plan, AutoPlan):
+            self._plan.measured(node, message.compute_ms)
         self._coordinator.hear(node, message)
 
     def lost(self, node: int, reason: str) -> str:
@@ -81,7 +88,7 @@ class Lead:
             await self._others(node, message)
 
     async def _hear_own(self, message: messages.Message) -> None:
-        self._coordinator.hear(0, cast(messages.Any, message))
+        self.heard(0, cast(messages.Any, message))
 
     def _kv_due(self, moves: Sequence[Move]) -> int:
         """Bytes of keys and values that move with these blocks; every stage has seen the same tokens as this one."""

@@ -230,7 +230,7 @@ class Members:
                     compute=settings.compute,
                     threads=settings.threads,
                     deadline_s=settings.deadline_s,
-                    pace_ms=settings.pace_ms,
+                    pace_ms=settings.pace_of(member.node),
                     ring=ring,
                     barrier_s=settings.ctrl_timeout_s,
                 ),

@@ -33,7 +33,7 @@ from splitlm.node.links import link_head
 from splitlm.node.members import Members
 from splitlm.node.processes import StageProcess, end_all
 from splitlm.node.settings import RingSettings, StageReport, choose_cut, silence
-from splitlm.node.window import Boundary
+from splitlm.node.window import Boundary, Plan
 from splitlm.telemetry.memory import peak_rss_bytes
 from splitlm.telemetry.record import Migration
 from splitlm.telemetry.sinks import NullTrace, Sink, Trace, trace_path
@@ -154,7 +154,7 @@ class RingHost:
             cut = await self._gather(group, cut, files)
         self.cut = cut
         self.say(f"loading {'; '.join(map(str, cut.held_by(0)))}")
-        build = BuildSettings(settings.loader, settings.compute, settings.threads, settings.pace_ms)
+        build = BuildSettings(settings.loader, settings.compute, settings.threads, settings.pace_of(0))
         self._built = built = await self._runner.run(build_node, files, cut, 0, self._name, build)
         if settings.trace_dir is not None:
             self._sink = Trace(trace_path(settings.trace_dir, 0))
@@ -181,14 +181,15 @@ class RingHost:
         )
         if self._members is not None and settings.window:
             mover = Mover(0, built.stages[0], files, cut, movers, self._runner, self._loader)
-            lead = self._lead(self._head, self._meter, built, mover, self._members)
+            plan = await self._runner.run(plan_of, settings, files, cut, self._head)
+            lead = self._lead(self._head, self._meter, built, mover, self._members, plan)
             for part in lead.parts:
                 group.create_task(self._patiently(part))
         self.say("ready")
         self.started.set_result(self._head)
         await self._patiently(self._head.run())
 
-    def _lead(self, head: Head, meter: Meter, built: Built, mover: Mover, members: Members) -> Lead:
+    def _lead(self, head: Head, meter: Meter, built: Built, mover: Mover, members: Members, plan: Plan) -> Lead:
         settings = self.settings
         lead = self._lead_of = Lead(
             head,
@@ -196,7 +197,7 @@ class RingHost:
             built.relays,
             meter,
             members.send,
-            plan_of(settings.shifts, settings.window, settings.background),
+            plan,
             window=settings.window,
             ctrl_timeout_s=settings.ctrl_timeout_s,
             changed=self._changed,

@@ -12,6 +12,8 @@ from splitlm.core.errors import UsageError
 from splitlm.core.shifts import Shift
 from splitlm.model.load import Loader
 
+PLANS = ("noop", "auto")
+
 
 def silence(ctrl_timeout_s: float) -> float:
     """Seconds of silence on the control plane after which a node counts as lost: longer than any barrier waits."""
@@ -34,8 +36,11 @@ class RingSettings:
         deadline_s: how long to wait for stages, and stages for each other.
         ctrl_timeout_s: how long a barrier waits for a stage; see ``silence`` for when a silent one counts as lost.
         trace_dir: where records go; None turns them off.
+        pace_ms: least time per block, for simulated devices: one for all, or one for each node.
         window: laps between two barriers; 0 for none.
         shifts: moves of blocks that are asked for.
+        plan: ``auto`` moves blocks where measured times say that it pays; ``noop`` leaves them but for ``shifts``.
+        horizon: tokens within which a move of the plan ``auto`` must pay.
         background: bring their blocks while tokens flow; False does it within the barrier (for comparisons).
     """
 
@@ -51,7 +56,7 @@ class RingSettings:
     dtype: str = "auto"
     compute: str = "exact"
     threads: int = 0
-    pace_ms: float = 0.0
+    pace_ms: float | tuple[float, ...] = 0.0
     prefill_chunk: int = 128
     token: str = ""
     listen: tuple[str, int] = ("127.0.0.1", 0)
@@ -63,8 +68,24 @@ class RingSettings:
     window: int = 20
     shifts: tuple[Shift, ...] = ()
     background: bool = True
+    plan: str = "noop"
+    horizon: int = 1000
+
+    def pace_of(self, node: int) -> float:
+        """The pace of one node's simulated device."""
+        return self.pace_ms[node % len(self.pace_ms)] if isinstance(self.pace_ms, tuple) else self.pace_ms
 
     def __post_init__(self) -> None:
+        if self.plan not in PLANS:
+            raise UsageError(f"{self.plan!r} is no plan", where="--plan", expected=", ".join(PLANS))
+        if self.plan == "auto" and (self.shifts or not self.window):
+            raise UsageError(
+                "The plan auto decides itself, between windows",
+                where="--plan auto",
+                expected="a --window of at least 1 and no --shift-at",
+            )
+        if self.horizon < 1:
+            raise UsageError(f"It is {self.horizon}", where="--horizon", expected="tokens, at least 1")
         if self.window < 0:
             raise UsageError(
                 f"It is {self.window}", where="--window", expected="tokens between barriers, or 0 for none"

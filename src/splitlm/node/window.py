@@ -83,6 +83,11 @@ class ForcedShifts:
             self._next += 1
 
 
+def forced(shifts: Sequence[Shift], window: int, background: bool = True) -> Plan:
+    """The plan of a user who asks for these moves, or for none."""
+    return ForcedShifts(tuple(shifts), window, background) if shifts else Noop()
+
+
 @dataclass(frozen=True)
 class Boundary:
     """What happened between two windows.
