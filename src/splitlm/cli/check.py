@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -35,11 +35,6 @@ class Compared(o.RingOptions):
     """A ring, and a reference that computes in the same way."""
 
     threads: Annotated[int, typer.Option(help="Threads per stage, and of the reference; 0 shares the cores.")] = 1
-
-    def settings(self, default_stages: int = 1, *, listen: tuple[str, int] | None = None) -> dict[str, Any]:
-        """As of any ring; ``--shift-at`` alone means the plan forced-shift."""
-        given = replace(self, plan="forced-shift") if self.shift_at else self
-        return super(Compared, given).settings(default_stages, listen=listen)
 
 
 @app.command()

@@ -170,7 +170,7 @@ class RingOptions(CutOptions):
             )
         if plan == "auto":
             return {"plan": "auto", "horizon": at_least(1, self.horizon, "--horizon")}
-        return {"shifts": shift_list(self.shift_at, self.shift_boundary or [1], self.shift_k or [1])}
+        return {"shifts": shift_list(self.shift_at or [], self.shift_boundary or [1], self.shift_k or [1])}
 
     @property
     def token(self) -> str:
