@@ -20,7 +20,7 @@ from splitlm.model.border import foreign
 from splitlm.model.config import read_config
 from splitlm.model.family import check_layout, find_family
 from splitlm.model.index import read_json
-from splitlm.model.load import DTYPES
+from splitlm.model.load import BLOCK_BYTES, DTYPES
 
 
 @dataclass(frozen=True)
@@ -82,9 +82,9 @@ class ModelShape:
 
     @property
     def head_cost(self) -> float:
-        """What the head reads per token, in blocks."""
+        """What the head costs per token, in blocks; as ``ModelFiles.head_cost``, so that both choose the same cut."""
         block = sum(p.nbytes for p in self._layers[0].parameters())
-        return float(getattr(self._model, self._family.head).weight.nbytes / block) if block else 0.0
+        return float(getattr(self._model, self._family.head).weight.nbytes / (block + BLOCK_BYTES)) if block else 0.0
 
     def sizes(self, cut: Cut) -> list[SegmentSizes]:
         """The sizes of each segment, in the order of the cut.
