@@ -16,6 +16,9 @@ from splitlm.bench.turns import interleave
 
 STAGES = 3
 HOP_SAMPLES = 300
+TOY_BLOCKS = 6
+LEAST_PACE_MS = 5.0
+"""Per block of a simulated device: a stage then takes about as long as a third of a small model does on one core."""
 
 
 @dataclass(frozen=True)
@@ -196,10 +199,9 @@ def devices(plan: Plan) -> list[Figure]:
     """Three simulated devices: four sessions against one."""
     with plan.arms() as arms:
         real = arms.start("uncut", model=plan.toy)
-        blocks = 6
         real.rate(tokens=plan.tokens)
-        block_ms = 1e3 / real.rate(tokens=plan.tokens) / blocks
-        pace = max(2.0, 6 * block_ms)
+        block_ms = 1e3 / real.rate(tokens=plan.tokens) / TOY_BLOCKS
+        pace = max(LEAST_PACE_MS, 6 * block_ms)
         ring = arms.start("ring", model=plan.toy, cuts=[2, 4], pace_ms=pace)
         samples = interleave(
             {
