@@ -18,7 +18,7 @@ STAGES = 3
 HOP_SAMPLES = 300
 TOY_BLOCKS = 6
 LEAST_PACE_MS = 5.0
-"""Per block of a simulated device: a stage then takes about as long as a third of a small model does on one core."""
+"""Per block of a simulated device: 10 ms per stage, so that hops of under a millisecond do not decide the figure."""
 
 
 @dataclass(frozen=True)
