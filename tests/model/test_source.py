@@ -115,6 +115,35 @@ def test_a_path_that_is_not_there_is_no_hub_question(model: str, monkeypatch: py
         resolve(model)
 
 
+@pytest.mark.parametrize("model", ["~nobody-of-this-name/model", "./" + "x" * 5000])
+def test_a_path_that_the_system_refuses_is_one_paragraph(model: str) -> None:
+    """A user who is not there, a name too long; a folder closed to this user comes the same way."""
+    with pytest.raises(ModelMissingError, match="cannot be looked at") as caught:
+        resolve(model)
+    assert len(str(caught.value)) < 1000
+
+
+def test_a_folder_closed_to_this_user_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def closed(self: Path) -> bool:
+        raise PermissionError(13, "Permission denied", str(self))
+
+    monkeypatch.setattr(Path, "is_file", closed)
+    with pytest.raises(ModelMissingError, match="Permission denied") as caught:
+        resolve(str(tmp_path))
+    assert str(tmp_path) in str(caught.value)
+
+
+def test_only_a_conversion_needs_a_home(tmp_path: Path, fake: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def homeless() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setattr(Path, "home", homeless)
+    assert resolve(str(model_in(tmp_path / "model"))) == tmp_path / "model"
+    with pytest.raises(ModelError, match="XDG_CACHE_HOME"):
+        resolve(str(fake))
+
+
 def test_another_file_is_no_model(tmp_path: Path) -> None:
     (tmp_path / "a.bin").write_bytes(b"x")
     with pytest.raises(ModelMissingError, match="not a model"):
@@ -390,9 +419,32 @@ def http_error(kind: str) -> Exception:
 
 
 def test_a_complete_cache_needs_no_network(hub: Hub, tmp_path: Path) -> None:
-    hub.cached = model_in(tmp_path, "model.safetensors")
+    hub.cached = model_in(tmp_path, "model.safetensors", "tokenizer.json")
     assert resolve("owner/name") == tmp_path
     assert hub.asked == [True]
+
+
+def test_a_tokenizer_that_is_not_cached_is_asked_for(hub: Hub, tmp_path: Path) -> None:
+    """As whoever loaded the weights alone with another program leaves it; offline, it is enough for a plan."""
+    hub.cached = hub.answer = model_in(tmp_path, "model.safetensors")
+    assert resolve("owner/name", offline=True) == tmp_path
+    assert hub.asked == [True]
+    assert resolve("owner/name") == tmp_path
+    assert hub.asked == [True, True, False]
+    hub.answer = http_error("LocalEntryNotFoundError")
+    with pytest.raises(NetworkError, match="without its tokenizer"):
+        resolve("owner/name")
+
+
+def test_a_cache_closed_to_this_user_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    import huggingface_hub
+
+    def closed(*_: object, **__: object) -> str:
+        raise PermissionError(13, "Permission denied", "hub/models--owner--name")
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", closed)
+    with pytest.raises(ModelError, match=r"hub/models--owner--name: .*Permission denied.*HF_HOME"):
+        resolve("owner/name")
 
 
 def test_an_incomplete_cache_is_completed(hub: Hub, tmp_path: Path) -> None:

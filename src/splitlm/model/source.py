@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 from splitlm.core.errors import CheckpointError, ModelError, ModelMissingError, NetworkError
 from splitlm.model.convert import Progress, convert
+from splitlm.model.text import VOCABULARIES
 
 
 class _Packaged(NamedTuple):
@@ -49,15 +50,19 @@ def resolve(
         NetworkError: the hub cannot be reached.
     """
     report = progress or _say_nothing
-    cache = (cache_dir or _default_cache()).expanduser().absolute()
     if model in _PACKAGED:
-        return convert(_packaged(model), cache, report)
-    path = Path(model).expanduser().absolute()
-    if model and path.is_dir():
-        return _directory(path)
-    if model and path.is_file():
+        return convert(_packaged(model), _cache(cache_dir), report)
+    try:
+        path = Path(model).expanduser().absolute()
+        if model and path.is_dir():
+            return _directory(path)
+        is_file = bool(model) and path.is_file()
+    except (OSError, RuntimeError) as error:  # a folder closed to this user, a name too long, a ~user who is not there
+        reason = getattr(error, "strerror", None) or error
+        raise ModelMissingError(f"this cannot be looked at ({reason})", where=model[:200], expected=_FORMS) from error
+    if is_file:
         if path.suffix.lower() == ".gguf":
-            return convert(path, cache, report)
+            return convert(path, _cache(cache_dir), report)
         raise ModelMissingError("a file that is not a model", where=str(path), expected=_FORMS)
     if _looks_like_a_path(model):
         raise ModelMissingError("there is no such directory or file", where=str(path), expected=_FORMS)
@@ -68,8 +73,18 @@ def _say_nothing(_: str) -> None:
     pass
 
 
-def _default_cache() -> Path:
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "splitlm" / "models"
+def _cache(given: Path | None) -> Path:
+    """Where converted models are kept. Asked only where one is needed: a user may have no home."""
+    try:
+        default = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "splitlm" / "models"
+        return (given or default).expanduser().absolute()
+    except RuntimeError as error:
+        raise ModelError(
+            f"there is no place for a converted model ({error})",
+            where="$HOME",
+            expected="a home directory, or XDG_CACHE_HOME",
+            remedy="Set XDG_CACHE_HOME to a folder that can be written",
+        ) from error
 
 
 def _looks_like_a_path(model: str) -> bool:
@@ -110,17 +125,26 @@ def _from_hub(model: str, offline: bool | None, progress: Progress) -> Path:
         )
         return Path(folder)
 
+    online = not (hub.constants.HF_HUB_OFFLINE if offline is None else offline)
     try:
         cached = snapshot(local=True)
         lacking = _lacking(cached)
-        if not lacking:
+        # Another program may have cached the weights alone; who only plans needs no tokenizer.
+        speechless = not any((cached / name).is_file() for name in VOCABULARIES)
+        if not lacking and not (speechless and online):
             return cached
-        absent = f"the hub's cache has this model without {lacking}"
+        absent = f"the hub's cache has this model without {lacking or 'its tokenizer'}"
     except errors.HFValidationError as error:
         raise ModelMissingError("this names no model", where=repr(model), expected=_FORMS) from error
+    except PermissionError as error:
+        raise ModelError(
+            f"the hub's cache cannot be read ({error.strerror})",
+            where=str(error.filename or hub.constants.HF_HUB_CACHE),
+            remedy="Set HF_HOME to a folder of your own",
+        ) from error
     except errors.LocalEntryNotFoundError:
         absent = "this model is not, or not completely, in the hub's cache, and there is no directory of this name"
-    if offline is True or (offline is None and hub.constants.HF_HUB_OFFLINE):
+    if not online:
         raise ModelMissingError(
             f"{absent}; the hub was not asked because this run is offline",
             where=model,
