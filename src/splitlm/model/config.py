@@ -107,6 +107,23 @@ def hash_of_folder(folder: Path) -> str:
     return config_hash(_through_transformers(folder))
 
 
+def context_of(config: Any) -> int:
+    """The longest text in tokens.
+
+    Longrope has two sets of frequencies, and takes the second once a text is longer than
+    ``original_max_position_embeddings``. A text that grew beyond it would have keys of both, so it ends there.
+    """
+    told = int(config.max_position_embeddings)
+    rope = getattr(config, "rope_parameters", None)
+    rows = [rope, *rope.values()] if isinstance(rope, Mapping) else []
+    short = [row.get("original_max_position_embeddings") for row in rows if _is_longrope(row)]
+    return min([told, *(int(length) for length in short if isinstance(length, int) and length > 0)])
+
+
+def _is_longrope(row: object) -> bool:
+    return isinstance(row, Mapping) and row.get("rope_type") == "longrope"
+
+
 def rope_types(config: Any) -> set[str]:
     """Kinds of rotary position that a config asks for (some models have one per kind of layer)."""
     return set(_rope_types(getattr(config, "rope_parameters", None)))

@@ -6,6 +6,7 @@ everything and then drops the rest: slower and larger, but independent, so that 
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -21,7 +22,7 @@ from splitlm.core.cut import Segment
 from splitlm.core.errors import CheckpointError, UnknownFamilyError, UsageError
 from splitlm.model import residency
 from splitlm.model.border import foreign
-from splitlm.model.config import read_config
+from splitlm.model.config import context_of, read_config
 from splitlm.model.family import Family, check_layout, find_family
 from splitlm.model.index import CheckpointIndex
 from splitlm.model.skeleton import (
@@ -98,7 +99,7 @@ class ModelFiles:
         self.blocks = int(self.config.num_hidden_layers)
         self.hidden = int(self.config.hidden_size)
         self.vocab = int(self.config.vocab_size)
-        self.context = int(self.config.max_position_embeddings)
+        self.context = context_of(self.config)
         self.tied = bool(self.config.tie_word_embeddings)
         self.dtype = self._dtype(dtype)
         self.built: list[int] = []
@@ -111,12 +112,15 @@ class ModelFiles:
 
     @property
     def head_cost(self) -> float:
-        """What the head costs per token, in blocks of this model: bytes read, and what each block costs beside."""
+        """What the head costs per token, in blocks of this model: bytes read, and what each block costs beside.
+
+        Bytes are those in memory: of ``dtype``, whatever the checkpoint stores.
+        """
         prefix = self.key(self.family.block_prefix(0))
-        entries = self.index.entries
-        block = sum(e.end - e.begin for key, e in entries.items() if key.startswith(prefix))
+        entries, size = self.index.entries, self.dtype.itemsize
+        block = size * sum(math.prod(e.shape) for key, e in entries.items() if key.startswith(prefix))
         head = entries.get(self.key(self.family.head_key))
-        return (head.end - head.begin) / (block + BLOCK_BYTES) if head is not None and block else 0.0
+        return size * math.prod(head.shape) / (block + BLOCK_BYTES) if head is not None and block else 0.0
 
     def _dtype(self, name: str) -> torch.dtype:
         if name != "auto":

@@ -17,7 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
 from splitlm.core.cut import Cut, Segment
 from splitlm.core.errors import CutError, UsageError
 from splitlm.model.border import foreign
-from splitlm.model.config import read_config
+from splitlm.model.config import context_of, read_config
 from splitlm.model.family import check_layout, find_family
 from splitlm.model.index import read_json
 from splitlm.model.load import BLOCK_BYTES, DTYPES
@@ -73,7 +73,7 @@ class ModelShape:
         check_layout(self._model, layout, where)
         self._family = layout
         self.blocks = int(config.num_hidden_layers)
-        self.context = int(config.max_position_embeddings)
+        self.context = context_of(config)
         heads = int(config.num_attention_heads)
         kv_heads = getattr(config, "num_key_value_heads", None) or heads
         width = getattr(config, "head_dim", None) or int(config.hidden_size) // heads
