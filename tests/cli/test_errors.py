@@ -108,6 +108,7 @@ def test_a_family_that_is_unknown(model: Path, damaged: Callable[..., Path]) -> 
         ("--stages many", "--stages"),
         ("--tail-blocks -1 --private --stages 2", "--tail-blocks: It is -1"),
         ("--tail-blocks 1 --stages 2", "--private"),
+        ("--tail-blocks 5 --private --stages 2", "--tail-blocks: 5 tail blocks do not fit a model of 5 blocks"),
         ("--private", "at least two stages"),
         ("--dtype int8", "--dtype: 'int8'"),
     ],

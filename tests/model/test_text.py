@@ -338,6 +338,10 @@ def test_smollm2_streams_any_ids(smollm2: TextCodec, ids: list[int]) -> None:
 # stop strings
 
 
+def test_one_stop_string_is_not_taken_for_its_letters() -> None:
+    assert matched("END", ["The ", "E", "N", "D of"]) == ("The ", True)
+
+
 def matched(stop: Sequence[str], pieces: Sequence[str]) -> tuple[str, bool]:
     matcher, shown, stopped = StopMatcher(stop), "", False
     for piece in pieces:

@@ -225,6 +225,7 @@ class StopMatcher:
     """
 
     def __init__(self, stop: Sequence[str] = ()) -> None:
+        stop = (stop,) if isinstance(stop, str) else stop  # a string is a sequence of strings, but nobody means that
         if any(not s for s in stop):
             raise UsageError("a stop string is empty", where="--stop", expected="one character at least")
         self._stop = tuple(stop)
