@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
 from transformers import AutoConfig
 
 from splitlm.core.errors import CheckpointError, UnknownFamilyError
@@ -75,6 +76,7 @@ def read_config(folder: Path, raw: Mapping[str, Any], family: Family) -> Any:
             raise _wrong(where, name, count, f"a number from 1 to {MAX_BLOCKS}")
     config = _through_transformers(folder)
     with foreign("The config cannot be used", where, f"the config of a {family.name} model"):
+        _check_dtype(config, where)
         _check_sizes(config, where)
         _check_layers(config, family, where)
         _check_rope(config, where)
@@ -82,6 +84,12 @@ def read_config(folder: Path, raw: Mapping[str, Any], family: Family) -> Any:
             if getattr(config, flag, False):
                 raise UnknownFamilyError(f"{flag} is set", where=where, expected=f"a {family.name} model without it")
     return config
+
+
+def _check_dtype(config: Any, where: str) -> None:
+    dtype = getattr(config, "dtype", None)
+    if dtype is not None and not isinstance(dtype, torch.dtype):
+        raise _wrong(where, "dtype", dtype, "the name of an element type, such as float32")
 
 
 def config_hash(config: Any) -> str:
