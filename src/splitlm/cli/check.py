@@ -10,6 +10,7 @@ import typer
 
 from splitlm.cli import options as o
 from splitlm.cli.console import Console, console
+from splitlm.cli.interrupts import held
 from splitlm.cli.runs import RunOptions
 from splitlm.cli.tables import table
 from splitlm.core.errors import CheckFailedError
@@ -64,7 +65,8 @@ def equivalence(
         "bits": bit_equal,
     }
     voice.say("starting")
-    from splitlm.check.equivalence import equivalence as compared
+    with held():
+        from splitlm.check.equivalence import equivalence as compared
 
     with run.folder("check-equivalence", {"model": model, **settings, **request}) as folder:
         settings["trace_dir"] = folder

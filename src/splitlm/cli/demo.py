@@ -10,6 +10,7 @@ import typer
 
 from splitlm.cli import options as o
 from splitlm.cli.console import Console, console
+from splitlm.cli.interrupts import held
 from splitlm.cli.runs import RunOptions
 from splitlm.cli.tables import table
 from splitlm.core.errors import CheckFailedError
@@ -66,10 +67,11 @@ def demo(
 
 
 def _tell(voice: Console, model: str, prompt: str, count: int, settings: dict[str, Any], *, live: bool) -> _Told:
-    from splitlm.check.compare import Run
-    from splitlm.check.equivalence import Case, against, intra_op_threads
-    from splitlm.local import Ring
-    from splitlm.model.uncut import Uncut
+    with held():
+        from splitlm.check.compare import Run
+        from splitlm.check.equivalence import Case, against, intra_op_threads
+        from splitlm.local import Ring
+        from splitlm.model.uncut import Uncut
 
     chunk = 128
     with Ring(model, prefill_chunk=chunk, say=voice.say, **settings) as ring:

@@ -51,7 +51,7 @@ def generate(
     texts = o.texts(prompt)
     written = {key: value for key, value in settings.items() if key != "token"}
     voice = console(context)
-    with run.folder("generate", {"model": model, **written}) as folder:
+    with run.folder("generate", {"model": model, **written, **request, "chat": chat}) as folder:
         settings["trace_dir"] = folder
         write(voice, model, texts, settings, request, as_json=as_json, chat=chat)
     if folder is not None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import signal
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -80,7 +81,7 @@ def stage(
     family: o.FamilyName = "",
     loader: o.LoaderName = "shard",
     dtype: o.DTypeName = "auto",
-    threads: Annotated[int, typer.Option(help="Threads; 0 takes the head's word.")] = 0,
+    threads: Annotated[int, typer.Option(help="Threads; 0 takes the head's word, or else all cores.")] = 0,
     prefill_chunk: o.PrefillChunk = 128,
     deadline: o.Deadline = 60.0,
     ctrl_timeout: o.CtrlTimeout = 10.0,
@@ -113,10 +114,10 @@ def stage(
             prefill_chunk=prefill_chunk,
             deadline=deadline,
         )
-        settings = {**ring.settings(), **shared}
+        ctrl = o.address(place.ctrl, "--ctrl") if place.given else None
+        settings = {**ring.settings(listen=ctrl), **shared}
         if place.given:
             settings |= {
-                "listen": o.address(place.ctrl, "--ctrl"),
                 "data": o.address(place.recv, "--recv"),
                 "send": o.address(place.send, "--send"),
                 "static": place.layer_end,
@@ -148,7 +149,8 @@ def _be_first(
     if prompt is None:
         raise UsageError("The first stage has no prompt", where="--prompt", expected="the text to go on from")
     count = o.at_least(1, max_new_tokens, "--max-new-tokens")
-    with run.folder("stage", {"model": model}) as folder:
+    written = {key: value for key, value in settings.items() if key != "token"}
+    with run.folder("stage", {"model": model, **written, "max_new_tokens": count}) as folder:
         settings["trace_dir"] = folder
         write(voice, model, o.texts([prompt]), settings, {"max_new_tokens": count})
 
@@ -165,11 +167,18 @@ def _follow(
         from splitlm.node.join import Place, StageSettings, run_stage
 
     signal.signal(signal.SIGINT, signal.default_int_handler)  # for which asyncio puts a gentler one
+    find = partial(resolve, progress=voice.say)
     fixed = Place(place.layer_begin or 0, place.layer_end or 0, *ends) if place and ends else None
     asyncio.run(
         run_stage(
             StageSettings(
-                head=head, resolve=resolve, model=model, place=fixed, trace_dir=trace_dir, say=voice.say, **settings
+                head=head,
+                resolve=find,
+                model=model,
+                place=fixed,
+                trace_dir=trace_dir,
+                say=voice.say,
+                **settings,
             )
         )
     )

@@ -21,6 +21,7 @@ from splitlm.core.messages import Assign, Connect, Join, Loaded, Message, Ready,
 from splitlm.infer.meter import Meter
 from splitlm.infer.relay import Relay
 from splitlm.link import tcp
+from splitlm.link.address import describe
 from splitlm.model.load import ModelFiles
 from splitlm.model.runner import Runner
 from splitlm.node.build import BuildSettings, Built, build_node
@@ -97,7 +98,7 @@ async def run_stage(settings: StageSettings) -> None:
     name = node_name("stage")
     host, port = settings.head
     identity = Identity(stranger(name), settings.token)
-    settings.say(f"joining the head at {host}:{port}")
+    settings.say(f"joining the head at {describe(settings.head)}")
     try:
         async with asyncio.TaskGroup() as group:
             orphaned = group.create_task(_watch_parent(settings.parent)) if settings.parent else None
