@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import inf
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, get_args
 
 from splitlm.bus.line import TIMEOUT_S
 from splitlm.core.cut import Cut, balanced_boundaries, make_cut
+from splitlm.core.errors import UsageError
 from splitlm.model.load import Loader
+
+ENGINES = ("exact",)
+"""Compute engines by name."""
 
 
 @dataclass(frozen=True)
@@ -27,6 +32,9 @@ class RingSettings:
         deadline_s: how long to wait for stages, and stages for each other.
         ctrl_timeout_s: silence on the control plane after which a stage counts as lost.
         trace_dir: where records go; None turns them off.
+
+    Raises:
+        UsageError: a value out of range, or a loader or engine that there is not. The cut is checked with the model.
     """
 
     model: str
@@ -50,6 +58,20 @@ class RingSettings:
     deadline_s: float = 60.0
     ctrl_timeout_s: float = TIMEOUT_S
     trace_dir: Path | None = None
+
+    def __post_init__(self) -> None:
+        rules: list[tuple[str, object, bool, str]] = [
+            ("loader", self.loader, self.loader in get_args(Loader), " or ".join(get_args(Loader))),
+            ("compute", self.compute, self.compute in ENGINES, " or ".join(ENGINES)),
+            ("threads", self.threads, self.threads >= 0, "0 (the machine's choice) or more"),
+            ("pace_ms", self.pace_ms, 0 <= self.pace_ms < inf, "0 (off) or more"),
+            ("prefill_chunk", self.prefill_chunk, self.prefill_chunk >= 1, "at least 1"),
+            ("deadline_s", self.deadline_s, 0 < self.deadline_s < inf, "a positive number of seconds"),
+            ("ctrl_timeout_s", self.ctrl_timeout_s, 0 < self.ctrl_timeout_s < inf, "a positive number of seconds"),
+        ]
+        for name, value, good, expected in rules:
+            if not good:
+                raise UsageError(f"{name} is {value!r}", expected=expected)
 
 
 @dataclass
