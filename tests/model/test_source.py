@@ -386,11 +386,13 @@ class Hub:
         self.cached: Path | None = None
         self.answer: Path | Exception | None = None
         self.asked: list[bool] = []
+        self.patterns: dict[str, Any] = {}
 
     def snapshot_download(self, repo_id: str, *, local_files_only: bool, **patterns: Any) -> str:
         from huggingface_hub.errors import LocalEntryNotFoundError
 
         self.asked.append(local_files_only)
+        self.patterns = patterns
         if local_files_only:
             if self.cached is None:
                 raise LocalEntryNotFoundError("not there")
@@ -458,6 +460,26 @@ def test_an_incomplete_cache_is_completed(hub: Hub, tmp_path: Path) -> None:
         resolve("owner/name")
     (tmp_path / "a-2.safetensors").write_text("")
     assert resolve("owner/name", offline=True) == tmp_path
+
+
+def test_a_plan_downloads_no_weights(hub: Hub, tmp_path: Path) -> None:
+    """Unless a download was begun, which is then finished."""
+    hub.answer = model_in(tmp_path / "new", "tokenizer.json")
+    told: list[str] = []
+    assert resolve("owner/name", weights=False, progress=told.append) == tmp_path / "new"
+    assert told == ["downloading the config of owner/name from the hub"]
+    assert "*.safetensors*" in hub.patterns["ignore_patterns"]
+    hub.cached = tmp_path / "new"
+    assert resolve("owner/name", weights=False) == tmp_path / "new"
+    assert hub.asked == [True, False, True]
+    hub.cached = model_in(tmp_path / "begun", "tokenizer.json")
+    (hub.cached / "model.safetensors.index.json").write_text('{"weight_map": {"x": "a-1.safetensors"}}')
+    hub.answer = model_in(tmp_path / "whole", "model.safetensors")
+    assert resolve("owner/name", weights=False) == tmp_path / "whole"
+    assert "*.safetensors*" not in hub.patterns["ignore_patterns"]
+    with pytest.raises(ModelMissingError, match=r"no model\.safetensors"):
+        hub.cached, hub.answer = None, tmp_path / "new"
+        resolve("owner/name")
 
 
 def test_a_broken_index_is_named(hub: Hub, tmp_path: Path) -> None:
