@@ -287,6 +287,19 @@ def test_another_content_is_another_directory(made: list[Path], fake: Path, tmp_
     assert len({first, second, third}) == len(made) == 3
 
 
+def test_a_package_installed_again_is_not_converted_again(
+    made: list[Path], fake: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each install dates its files anew; another version of the model is another content."""
+    monkeypatch.setattr("splitlm.model.source._packaged", lambda _: fake)
+    first = resolve("smollm2-135m", cache_dir=tmp_path / "c")
+    os.utime(fake, (1, 1))
+    assert resolve("smollm2-135m", cache_dir=tmp_path / "c") == first
+    assert len(made) == 1
+    fake.write_bytes(b"GGUF" + bytes(101))
+    assert resolve("smollm2-135m", cache_dir=tmp_path / "c") != first
+
+
 def test_many_at_once_convert_once(made: list[Path], fake: Path, tmp_path: Path) -> None:
     told: list[str] = []
     found: list[Path] = []

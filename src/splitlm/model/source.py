@@ -57,7 +57,7 @@ def resolve(
     """
     report = progress or _say_nothing
     if model in _PACKAGED:
-        return convert(_packaged(model), cache_folder(cache_dir), report)
+        return convert(_packaged(model), cache_folder(cache_dir), report, dated=False)
     try:
         path = Path(model).expanduser().absolute()
         if model and path.is_dir():
