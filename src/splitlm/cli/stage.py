@@ -101,10 +101,24 @@ def stage(
         )
     if place.given:
         place.check()
+    first = full or place.first
+    of_first = {"--prompt": prompt is not None, "--max-new-tokens": max_new_tokens != 128, "--private": private}
+    of_first |= {"--model-family": bool(family), "--loader": loader != "shard", "--dtype": dtype != "auto"}
+    of_first |= {"--prefill-chunk": prefill_chunk != 128}
+    of_joining = {"--listen": bool(listen), "--advertise": bool(advertise)}
+    for option, asked in (of_joining if first else of_first).items():
+        if asked:
+            raise UsageError(
+                "The first stage does not take it" if first else "Only the first stage takes it",
+                where=option,
+                remedy="Leave it out: --recv says where it listens" if first else "Give it to the head",
+            )
+    if place.given and listen:
+        raise UsageError("A fixed place listens where --recv says", where="--listen", remedy="Leave it out")
     threads = o.at_least(0, threads, "--threads")
     shared = {"token": o.read_token(token_file), "deadline_s": o.seconds(deadline, "--deadline")}
     shared["ctrl_timeout_s"] = o.seconds(ctrl_timeout, "--ctrl-timeout")
-    if full or place.first:
+    if first:
         ring = o.RingOptions(
             private=private,
             family=family,
@@ -124,8 +138,6 @@ def stage(
             }
         _be_first(console(context), model, prompt, max_new_tokens, settings, run)
         return
-    if prompt is not None:
-        raise UsageError("Only the first stage takes a prompt", where="--prompt", remedy="Give it to the head")
     settings = {
         **shared,
         "listen": o.address(listen, "--listen") if listen else ("", 0),
