@@ -118,7 +118,9 @@ class ModelFiles:
         """
         prefix = self.key(self.family.block_prefix(0))
         entries, size = self.index.entries, self.dtype.itemsize
-        block = size * sum(math.prod(e.shape) for key, e in entries.items() if key.startswith(prefix))
+        # GPT-2 as published stores its causal mask beside the weights; it has four dimensions, and is not read.
+        weights = (e.shape for key, e in entries.items() if key.startswith(prefix) and len(e.shape) <= 2)
+        block = size * sum(map(math.prod, weights))
         head = entries.get(self.key(self.family.head_key))
         return size * math.prod(head.shape) / (block + BLOCK_BYTES) if head is not None and block else 0.0
 
