@@ -68,6 +68,11 @@ class Ring:
         stages: number of nodes, this process included; 1 runs the model uncut here.
         cuts: block boundaries, such as ``(6, 11)``; None balances them.
         private: keep norm and head (and ``tail_blocks`` final blocks) here, so that no other node sees a token.
+        family: name of the model's layout, where its config does not tell.
+        loader: ``shard`` reads what each node needs; ``hf`` loads all through transformers, then drops the rest.
+        dtype: ``auto`` (the checkpoint's own), ``float32``, ``bfloat16`` or ``float16``.
+        compute: engine; ``exact``.
+        pace_ms: least milliseconds per block, for simulated devices; 0 is off.
         listen: ``(host, port)`` at which other machines join; None starts the stages as processes on this machine.
         token: join secret; a random one by default where the stages are processes of this machine.
         threads: intra-op threads per node; 0 leaves torch's choice. ``prefill_chunk``: prompt tokens per step.
@@ -77,6 +82,8 @@ class Ring:
         shifts: moves, each at the first boundary from its token on, in order; ``background`` brings blocks before it.
         trace_dir: folder for traces and logs; None keeps no trace. ``say`` takes one line of progress.
         static: this node holds blocks ``[0, static)`` and the others bring places of their own.
+        data: address for the last node's link; by default a free port beside ``listen``.
+        send: address of node 1, where places are fixed.
 
     Raises:
         SplitlmError: from ``open``: see each class in ``splitlm.core.errors``.
@@ -272,7 +279,7 @@ class Ring:
 
         Args:
             prompt: text, or token ids as they are.
-            stop: strings that end it; they are not part of the text.
+            stop: strings (or one) that end it; they are not part of the text.
             ignore_eos: go on after an end-of-sequence token.
             logits: also return the logits of every token (they travel; for checks).
             on_text: takes each piece of text as it becomes certain.

@@ -96,6 +96,18 @@ def test_json_has_one_object_also_when_it_fails(
     assert result["prompts"][0]["max_delta"] == pytest.approx(0.7)
 
 
+def test_json_stays_json_where_a_number_is_not_finite(
+    verdict: Callable[..., None], capsys: pytest.CaptureFixture[str]
+) -> None:
+    def refuse(constant: str) -> None:
+        raise AssertionError(f"{constant} is no JSON")
+
+    verdict(outcome(Run([0, 1], [torch.tensor([3.0, float("nan")]), torch.tensor([0.0, 0.5])])))
+    assert check("--json") == 1
+    result = json.loads(capsys.readouterr().out, parse_constant=refuse)
+    assert result["prompts"][0]["max_delta"] is None and result["prompts"][0]["first_bad_index"] == 0
+
+
 def test_nothing_compared_is_no_success(verdict: Callable[..., None]) -> None:
     verdict()
     assert check() == 1

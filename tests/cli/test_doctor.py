@@ -99,6 +99,34 @@ def test_a_model_is_looked_at(tiny: Callable[[str], Path], tmp_path: Path) -> No
     assert "9 stages" in findings(tiny("llama"), "--stages", "9")["model"].text
 
 
+def test_a_hub_model_is_looked_at_without_its_weights(
+    tiny: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To look is not to download: that its weights are still to come is no failure."""
+    import huggingface_hub
+
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
+    commit, folder = "0" * 40, tmp_path / "models--owner--name"
+    shutil.copytree(tiny("llama"), folder / "snapshots" / commit)
+    (folder / "refs").mkdir()
+    (folder / "refs" / "main").write_text(commit)
+    assert findings("owner/name")["model"].verdict == "ok"
+    (folder / "snapshots" / commit / "model.safetensors").unlink()
+    seen = findings("owner/name")
+    assert seen["model"].verdict == "warn" and "are downloaded when it first runs" in seen["model"].text
+    assert seen["tokenizer"].verdict == "ok"
+
+
+def test_a_user_without_a_home_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    def homeless() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setattr(Path, "home", homeless)
+    found = findings()["cache"]
+    assert found.verdict == "fail" and "XDG_CACHE_HOME" in found.text
+
+
 def test_memory_is_weighed(tiny: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch) -> None:
     """The imports alone need some hundred MiB; KV of a whole context comes on top."""
     monkeypatch.setattr(checkup, "_available", lambda: checkup.IMPORTS)

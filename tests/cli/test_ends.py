@@ -124,6 +124,25 @@ def test_outputs_that_are_closed(line: str, code: int, out: str, says: str | Non
         assert "Error" not in done.err and "Traceback" not in done.err
 
 
+def test_a_terminal_that_lacks_a_character_shows_its_number(stories: Path, mark: str) -> None:
+    """``plan`` writes dashes and rules; not every encoding has them."""
+    done = shell(f"{sys.executable} -m splitlm plan {stories}", mark, stories, PYTHONIOENCODING="ascii")
+    assert done.code == 0, done.err
+    assert "blocks 0\\u20134" in done.out
+
+
+def test_a_module_in_the_working_directory_is_not_taken_for_pythons(stories: Path, mark: str, tmp_path: Path) -> None:
+    """The command does not look there, so the stages that it starts must not either; they find the same package."""
+    (tmp_path / "queue.py").write_text("raise SystemExit('taken')")
+    code = f"import sys; sys.path.append({str(ROOT / 'src')!r}); from splitlm.cli.main import main; main()"
+    words = ["generate", str(stories), "--no-trace", "--prompt", "Once", "-n", "3", "--stages", "2"]
+    env = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"} | {"SPLITLM_TEST_MARK": mark}
+    command = [sys.executable, "-P", "-c", code, *words]
+    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stdout) == (0, " upon a time\n"), done.stderr
+    assert all_gone(mark)
+
+
 def test_a_stage_with_another_model_is_refused(stories: Path, mark: str, tmp_path: Path) -> None:
     """Same config, one weight that differs: both sides say both fingerprints, and both end."""
     from splitlm.model.index import CheckpointIndex

@@ -30,7 +30,9 @@ def test_one_prompt_is_streamed_as_it_is(stories: Path) -> None:
     assert (done.code, done.out) == (0, BEGIN[: len(done.out) - 1] + "\n")
     assert len(done.out) > 20 and "· 10 tokens, ended by length" in done.err
     from_stdin = [
-        run("generate", stories, "-n", "10", "--no-trace", *more, stdin="Once") for more in ((), ("--prompt", "-"))
+        run("generate", stories, "-n", "10", "--no-trace", *more, stdin=text)
+        for more in ((), ("--prompt", "-"))
+        for text in ("Once", "Once\n")
     ]
     assert {other.out for other in from_stdin} == {done.out}
     full = run("stage", stories, "--role", "full", "--prompt", "Once", "--max-new-tokens", "10", "--no-trace")
@@ -52,6 +54,7 @@ def test_two_processes_say_what_one_says_and_leave_a_run(stories: Path, here: Pa
     assert names == {"run.json", "stage-1.log", "trace-node0.jsonl", "trace-node1.jsonl"}
     settings = json.loads((folder / "run.json").read_text())
     assert settings["verb"] == "generate" and settings["config"]["stages"] == 2 and "token" not in settings["config"]
+    assert settings["config"]["max_new_tokens"] == 5 and settings["config"]["sampling"]["temperature"] == 0
 
 
 def test_sampling_options_arrive(stories: Path) -> None:
@@ -61,6 +64,24 @@ def test_sampling_options_arrive(stories: Path) -> None:
     assert first == again != other
     stopped = run("generate", stories, "--prompt", "Once", "-n", "20", "--no-trace", "--stop", ",")
     assert stopped.out == " upon a time\n" and "ended by stop" in stopped.err
+
+
+def test_other_machines_choose_their_own_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Stages on this machine share its cores; one that joins may have fewer, and takes the word given."""
+    from splitlm.cli import options, stage
+
+    monkeypatch.setattr(options, "cores", lambda: 8)
+    given = options.RingOptions(stages=4)
+    assert given.settings()["threads"] == 2
+    assert given.settings(listen=("127.0.0.1", 1))["threads"] == 0
+    assert options.RingOptions(threads=3).settings(listen=("127.0.0.1", 1))["threads"] == 3
+    first: list[dict[str, object]] = []
+    monkeypatch.setattr(stage, "_be_first", lambda *arguments: first.append(arguments[4]))
+    fixed = ("--layer-begin", "-1", "--layer-end", "2", "--recv", "a:1", "--send", "b:2", "--ctrl", "c:3")
+    assert run("stage", "model", *fixed, "--prompt", "x").code == 0
+    assert run("stage", "model", "--role", "full", "--prompt", "x").code == 0
+    assert [settings["threads"] for settings in first] == [0, 8]
+    assert (first[0]["listen"], first[0]["data"], first[0]["send"]) == (("c", 3), ("a", 1), ("b", 2))
 
 
 def test_the_module_is_the_command() -> None:

@@ -115,6 +115,18 @@ def test_a_plan_is_what_a_ring_loads(family: str, tiny: Callable[[str], Path]) -
     assert plan.dtype == str(torch.float32).removeprefix("torch.")
 
 
+@pytest.mark.parametrize("family", ["llama", "llama-untied", "gpt2", "gemma3"])
+def test_config_and_weights_give_one_balance(family: str, tiny: Callable[[str], Path]) -> None:
+    """A cut that was planned from the config alone is the one that the ring chooses from its files."""
+    from splitlm.model.load import ModelFiles
+    from splitlm.model.sizes import ModelShape
+
+    folder = tiny(family)
+    for dtype in ("auto", "bfloat16"):
+        costs = [opened(folder, dtype=dtype).head_cost for opened in (ModelShape, ModelFiles)]
+        assert costs[0] == pytest.approx(costs[1], rel=1e-12) and costs[0] > 0
+
+
 def test_the_command_prints_it(config_only: Callable[[Mapping[str, object]], Path]) -> None:
     """As a table, and as JSON with the same numbers."""
     folder = config_only(LLAMA_1B)

@@ -10,7 +10,7 @@ from types import TracebackType
 from splitlm.node.thread import LoopThread
 
 Mangle = Callable[[bytes, int], bytes | None]
-"""``mangle(data, offset)``: what to pass on of bytes that begin at this offset of the stream; None ends it after 7 bytes of them."""
+"""``mangle(data, offset)``: what to pass on of the bytes at this offset; None ends the stream after 7 of them."""
 HOST = "127.0.0.1"
 
 

@@ -27,7 +27,7 @@ def expected(stories: Path) -> list[str]:
         return [ring.generate(prompt, max_new_tokens=NEW).text for prompt in PROMPTS]
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", [0, 2, 3, 7, 13, 17])  # each kind of strike, while it opens and while it runs
 def test_whatever_happens_nothing_is_left(seed: int, stories: Path, expected: list[str]) -> None:
     chance = random.Random(seed)
     what = chance.choice(["kill", "stop", "close", "kill both", "terminate"])

@@ -123,7 +123,7 @@ def test_the_command_says_it_once_and_exits_3(stories: Path) -> None:
         pids = children(process.pid)
         assert len(pids) == 2
         os.kill(max(pids), signal.SIGKILL)
-        out, err = process.communicate(timeout=60)
+        _, err = process.communicate(timeout=60)
         assert process.returncode == 3, err
         assert f":{max(pids)}) is gone: its process was ended by SIGKILL" in paragraph(err)
         assert not any(map(alive, pids))

@@ -12,6 +12,7 @@ from splitlm.core.cut import make_cut
 from splitlm.core.errors import CheckpointError, ModelError, UnknownFamilyError
 from splitlm.model.family import FAMILIES, find_family
 from splitlm.model.load import ModelFiles
+from splitlm.model.sizes import ModelShape
 from splitlm.model.stage import build_stages
 from tests.model.made import PROMPT, chain, edit_config, edit_tensors, make, same_as_uncut
 from tests.tiny import COMMON, CONTEXT, GEMMA2_LAYERS, WINDOW
@@ -25,7 +26,7 @@ def rope(kind: str, **more: object) -> dict[str, object]:
     return {**COMMON, "rope_parameters": {"rope_type": kind, "rope_theta": 1e4, **more}}
 
 
-LONG = {"original_max_position_embeddings": 32, "short_factor": [1.0] * 8, "long_factor": [1.5] * 8}
+LONG = {"original_max_position_embeddings": 64, "short_factor": [1.0] * 8, "long_factor": [1.5] * 8}
 ROWS: Mapping[str, tuple[str, Mapping[str, object]]] = {
     "arcee": ("arcee", COMMON),
     "cohere2": ("cohere2", {**SLIDING, "logit_scale": 0.3}),
@@ -62,7 +63,7 @@ ROWS: Mapping[str, tuple[str, Mapping[str, object]]] = {
         "phi3",
         {
             **COMMON,
-            "original_max_position_embeddings": 32,
+            "original_max_position_embeddings": 64,
             "rope_parameters": {"rope_type": "longrope", "rope_theta": 1e4, **LONG},
         },
     ),
@@ -139,7 +140,7 @@ def test_gpt2_as_published_has_no_prefix_and_old_mask_buffers(tmp_path: Path) ->
     files = ModelFiles(folder)
     files.load(make_cut(5, (1, 3)).segments)
     assert not [key for key in files.index.reads if key.endswith((".attn.bias", "masked_bias"))]
-    assert files.head_cost > 0
+    assert files.head_cost == pytest.approx(ModelShape(folder).head_cost, rel=1e-3) and files.head_cost > 0
 
 
 def test_gpt2_hands_on_hidden_states_to_the_last_bit(tmp_path: Path) -> None:
@@ -206,13 +207,27 @@ def test_rotary_frequencies_that_depend_on_other_texts_are_refused(tmp_path: Pat
 
 
 def test_longrope_of_one_session_does_not_touch_another(tmp_path: Path) -> None:
-    """Its factors change at 32 tokens; the session that is short keeps the short ones."""
+    """Its factors change at 64 tokens; the session that is short keeps the short ones."""
     files = ModelFiles(make(tmp_path, *ROWS["phi3 longrope"]))
     stages = build_stages(files, make_cut(5, (2,)).segments)
     alone = chain(stages, PROMPT[:5], [7, 8], 16)
-    chain(stages, PROMPT, [7], 64)
+    chain(stages, [*PROMPT, *PROMPT], [7], 128)
     again = chain(stages, PROMPT[:5], [7, 8], 16)
     assert all(torch.equal(a, b) for a, b in zip(alone, again, strict=True))
+
+
+def test_a_longrope_text_ends_where_its_frequencies_would_change(tmp_path: Path) -> None:
+    """Beyond, a text fed in chunks would have keys of both kinds, and logits that no uncut prefill gives."""
+    folder = make(tmp_path, *ROWS["phi3 longrope"])
+    assert (ModelFiles(folder).context, ModelShape(folder).context) == (64, 64)
+    stages = build_stages(ModelFiles(folder), make_cut(5, (2,)).segments)
+    apart = {}
+    for length in (64, 65):
+        prompt = [3 + i % 100 for i in range(length)]
+        whole, chunked = (chain(stages, prompt, [], chunk)[0] for chunk in (128, 16))
+        apart[length] = float((whole - chunked).abs().max())
+    assert apart[64] < 1e-4 < 1e-2 < apart[65]
+    assert ModelFiles(make(tmp_path / "plain", "llama", rope("yarn", factor=4.0))).context == CONTEXT
 
 
 def test_cross_attention_is_refused(tmp_path: Path) -> None:

@@ -399,3 +399,13 @@ def test_fuzz_config_values(data: st.DataObject, small: Path, tmp_path_factory: 
     (folder / "config.json").write_text(json.dumps(config))
     load_all(folder)
     shutil.rmtree(folder)
+
+
+@pytest.mark.parametrize("name", ["dtype", "torch_dtype"])
+@pytest.mark.parametrize("value", [{}, [], 3, "float7", {"a": 1}])
+def test_an_element_type_that_is_none(name: str, value: object, small: Path, tmp_path: Path) -> None:
+    config = json.loads((small / "config.json").read_text())
+    config.pop("dtype", None)
+    shutil.copy(small / "model.safetensors", tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps({**config, name: value}))
+    load_all(tmp_path)

@@ -115,6 +115,35 @@ def test_a_path_that_is_not_there_is_no_hub_question(model: str, monkeypatch: py
         resolve(model)
 
 
+@pytest.mark.parametrize("model", ["~nobody-of-this-name/model", "./" + "x" * 5000])
+def test_a_path_that_the_system_refuses_is_one_paragraph(model: str) -> None:
+    """A user who is not there, a name too long; a folder closed to this user comes the same way."""
+    with pytest.raises(ModelMissingError, match="cannot be looked at") as caught:
+        resolve(model)
+    assert len(str(caught.value)) < 1000
+
+
+def test_a_folder_closed_to_this_user_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def closed(self: Path) -> bool:
+        raise PermissionError(13, "Permission denied", str(self))
+
+    monkeypatch.setattr(Path, "is_file", closed)
+    with pytest.raises(ModelMissingError, match="Permission denied") as caught:
+        resolve(str(tmp_path))
+    assert str(tmp_path) in str(caught.value)
+
+
+def test_only_a_conversion_needs_a_home(tmp_path: Path, fake: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def homeless() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setattr(Path, "home", homeless)
+    assert resolve(str(model_in(tmp_path / "model"))) == tmp_path / "model"
+    with pytest.raises(ModelError, match="XDG_CACHE_HOME"):
+        resolve(str(fake))
+
+
 def test_another_file_is_no_model(tmp_path: Path) -> None:
     (tmp_path / "a.bin").write_bytes(b"x")
     with pytest.raises(ModelMissingError, match="not a model"):
@@ -258,6 +287,19 @@ def test_another_content_is_another_directory(made: list[Path], fake: Path, tmp_
     assert len({first, second, third}) == len(made) == 3
 
 
+def test_a_package_installed_again_is_not_converted_again(
+    made: list[Path], fake: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each install dates its files anew; another version of the model is another content."""
+    monkeypatch.setattr("splitlm.model.source._packaged", lambda _: fake)
+    first = resolve("smollm2-135m", cache_dir=tmp_path / "c")
+    os.utime(fake, (1, 1))
+    assert resolve("smollm2-135m", cache_dir=tmp_path / "c") == first
+    assert len(made) == 1
+    fake.write_bytes(b"GGUF" + bytes(101))
+    assert resolve("smollm2-135m", cache_dir=tmp_path / "c") != first
+
+
 def test_many_at_once_convert_once(made: list[Path], fake: Path, tmp_path: Path) -> None:
     told: list[str] = []
     found: list[Path] = []
@@ -357,11 +399,13 @@ class Hub:
         self.cached: Path | None = None
         self.answer: Path | Exception | None = None
         self.asked: list[bool] = []
+        self.patterns: dict[str, Any] = {}
 
     def snapshot_download(self, repo_id: str, *, local_files_only: bool, **patterns: Any) -> str:
         from huggingface_hub.errors import LocalEntryNotFoundError
 
         self.asked.append(local_files_only)
+        self.patterns = patterns
         if local_files_only:
             if self.cached is None:
                 raise LocalEntryNotFoundError("not there")
@@ -390,9 +434,32 @@ def http_error(kind: str) -> Exception:
 
 
 def test_a_complete_cache_needs_no_network(hub: Hub, tmp_path: Path) -> None:
-    hub.cached = model_in(tmp_path, "model.safetensors")
+    hub.cached = model_in(tmp_path, "model.safetensors", "tokenizer.json")
     assert resolve("owner/name") == tmp_path
     assert hub.asked == [True]
+
+
+def test_a_tokenizer_that_is_not_cached_is_asked_for(hub: Hub, tmp_path: Path) -> None:
+    """As whoever loaded the weights alone with another program leaves it; offline, it is enough for a plan."""
+    hub.cached = hub.answer = model_in(tmp_path, "model.safetensors")
+    assert resolve("owner/name", offline=True) == tmp_path
+    assert hub.asked == [True]
+    assert resolve("owner/name") == tmp_path
+    assert hub.asked == [True, True, False]
+    hub.answer = http_error("LocalEntryNotFoundError")
+    with pytest.raises(NetworkError, match="without its tokenizer"):
+        resolve("owner/name")
+
+
+def test_a_cache_closed_to_this_user_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    import huggingface_hub
+
+    def closed(*_: object, **__: object) -> str:
+        raise PermissionError(13, "Permission denied", "hub/models--owner--name")
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", closed)
+    with pytest.raises(ModelError, match=r"hub/models--owner--name: .*Permission denied.*HF_HOME"):
+        resolve("owner/name")
 
 
 def test_an_incomplete_cache_is_completed(hub: Hub, tmp_path: Path) -> None:
@@ -406,6 +473,26 @@ def test_an_incomplete_cache_is_completed(hub: Hub, tmp_path: Path) -> None:
         resolve("owner/name")
     (tmp_path / "a-2.safetensors").write_text("")
     assert resolve("owner/name", offline=True) == tmp_path
+
+
+def test_a_plan_downloads_no_weights(hub: Hub, tmp_path: Path) -> None:
+    """Unless a download was begun, which is then finished."""
+    hub.answer = model_in(tmp_path / "new", "tokenizer.json")
+    told: list[str] = []
+    assert resolve("owner/name", weights=False, progress=told.append) == tmp_path / "new"
+    assert told == ["downloading the config of owner/name from the hub"]
+    assert "*.safetensors*" in hub.patterns["ignore_patterns"]
+    hub.cached = tmp_path / "new"
+    assert resolve("owner/name", weights=False) == tmp_path / "new"
+    assert hub.asked == [True, False, True]
+    hub.cached = model_in(tmp_path / "begun", "tokenizer.json")
+    (hub.cached / "model.safetensors.index.json").write_text('{"weight_map": {"x": "a-1.safetensors"}}')
+    hub.answer = model_in(tmp_path / "whole", "model.safetensors")
+    assert resolve("owner/name", weights=False) == tmp_path / "whole"
+    assert "*.safetensors*" not in hub.patterns["ignore_patterns"]
+    with pytest.raises(ModelMissingError, match=r"no model\.safetensors"):
+        hub.cached, hub.answer = None, tmp_path / "new"
+        resolve("owner/name")
 
 
 def test_a_broken_index_is_named(hub: Hub, tmp_path: Path) -> None:

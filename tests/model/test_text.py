@@ -266,6 +266,15 @@ def test_with_its_prompt_a_word_keeps_its_space(llama: TextCodec) -> None:
     assert "".join(stream(llama, [261, 265], [1])) == "a the"
 
 
+def test_a_replacement_character_that_ends_the_prompt_is_not_given_again(codec: TextCodec, gpt2: TextCodec) -> None:
+    """It looks like a character whose bytes are not complete, which is held back until they are."""
+    prompt = codec.encode("ab" + BROKEN)
+    more = codec.encode(" the")[-1:]
+    assert codec.decode(prompt) + "".join(stream(codec, more, prompt)) == codec.decode([*prompt, *more])
+    smile = gpt2.encode("ab🙂")
+    assert "".join(stream(gpt2, smile[-1:], smile[:-1])) == "🙂"
+
+
 @settings(max_examples=100, deadline=None)
 @given(text=st.text(max_size=12), ids=st.lists(st.integers(259, 511), max_size=12))
 def test_with_a_prompt_the_whole_text_is_that_of_all_ids(codec: TextCodec, text: str, ids: list[int]) -> None:
@@ -327,6 +336,10 @@ def test_smollm2_streams_any_ids(smollm2: TextCodec, ids: list[int]) -> None:
 
 
 # stop strings
+
+
+def test_one_stop_string_is_not_taken_for_its_letters() -> None:
+    assert matched("END", ["The ", "E", "N", "D of"]) == ("The ", True)
 
 
 def matched(stop: Sequence[str], pieces: Sequence[str]) -> tuple[str, bool]:
@@ -411,3 +424,21 @@ def test_hashing_imports_nothing_heavy(stories: Path) -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+def test_a_file_closed_to_this_user_is_named(stories: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tests may run as a user to whom nothing is closed."""
+    read = Path.read_bytes
+
+    def closed(self: Path) -> bytes:
+        if self.name in ("generation_config.json", "tokenizer.json"):
+            raise PermissionError(13, "Permission denied", str(self))
+        return read(self)
+
+    directory = copy(stories, tmp_path / "model")
+    (directory / "generation_config.json").write_text("{}")
+    monkeypatch.setattr(Path, "read_bytes", closed)
+    for use, name in ((TextCodec, "generation_config.json"), (tokenizer_hash, "tokenizer.json")):
+        with pytest.raises(ModelError, match=f"{name}: the file cannot be read .Permission denied") as caught:
+            use(directory)
+        assert type(caught.value) is ModelError

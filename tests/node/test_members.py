@@ -78,6 +78,28 @@ def play(story: Callable[[Scene], Awaitable[None]], **settings: object) -> Scene
     return asyncio.run(main())
 
 
+def test_a_stage_lost_while_others_are_turned_away_is_missed() -> None:
+    """It had its place by then: nobody may wait for it, or link past it."""
+
+    async def story(scene: Scene) -> None:
+        spokes = [await scene.come(f"stage host:{i}") for i in range(1, 4)]
+        await scene.settle(lambda: len(scene.members._members) == 3)
+        send = scene.hub.send
+
+        async def slow(peer: str, message: Message) -> None:
+            spokes[0].vanish("killed")
+            for _ in range(20):
+                await asyncio.sleep(0)
+            await send(peer, message)
+
+        scene.hub.send = slow  # type: ignore[method-assign]
+        await scene.members.gather(CUT, 6)
+        await asyncio.sleep(5)
+
+    with pytest.raises(PeerLostError, match=r"Node 1 .*killed"):
+        play(story)
+
+
 def test_places_are_given_in_the_order_of_arrival_and_each_is_told_its_own() -> None:
     async def story(scene: Scene) -> None:
         gathered = asyncio.create_task(scene.members.gather(CUT, 6))

@@ -23,7 +23,7 @@ def start(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Start:
     """``start(script)``: a child that runs this shell script in place of a stage."""
 
     def begin(script: str, log: Path | None = None) -> StageProcess:
-        shell = tmp_path / "stage.sh"
+        shell = tmp_path / f"stage{len(list(tmp_path.glob('*.sh')))}.sh"  # the one before may not have read its own
         shell.write_text(f"#!/bin/sh\n{script}\n")
         shell.chmod(0o755)
         monkeypatch.setattr(sys, "executable", str(shell))

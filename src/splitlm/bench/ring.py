@@ -10,6 +10,9 @@ from splitlm.bench.turns import interleave
 from splitlm.bench.windows import windows
 
 HOP_SAMPLES = 300
+TOY_BLOCKS = 6
+LEAST_PACE_MS = 5.0
+"""Per block of a simulated device: 10 ms per stage, so that hops of under a millisecond do not decide the figure."""
 
 
 def stream(plan: Plan) -> list[Figure]:
@@ -138,12 +141,11 @@ def cores(plan: Plan) -> list[Figure]:
 def devices(plan: Plan) -> list[Figure]:
     """Three simulated devices: four sessions against one."""
     with plan.arms() as arms:
-        blocks = 6
-        real = arms.start("uncut", model=plan.toy(blocks))
+        real = arms.start("uncut", model=plan.toy(TOY_BLOCKS))
         real.rate(tokens=plan.tokens)
-        block_ms = 1e3 / real.rate(tokens=plan.tokens) / blocks
-        pace = max(2.0, 6 * block_ms)
-        ring = arms.start("ring", model=plan.toy(blocks), cuts=[2, 4], pace_ms=pace)
+        block_ms = 1e3 / real.rate(tokens=plan.tokens) / TOY_BLOCKS
+        pace = max(LEAST_PACE_MS, 6 * block_ms)
+        ring = arms.start("ring", model=plan.toy(TOY_BLOCKS), cuts=[2, 4], pace_ms=pace)
         samples = interleave(
             {
                 "one": lambda: ring.rate(tokens=plan.tokens),

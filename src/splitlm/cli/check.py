@@ -11,6 +11,7 @@ import typer
 from splitlm.cli import check_control, check_migration
 from splitlm.cli import options as o
 from splitlm.cli.console import Console, console
+from splitlm.cli.interrupts import held
 from splitlm.cli.moves import told
 from splitlm.cli.runs import RunOptions
 from splitlm.cli.tables import table
@@ -74,7 +75,8 @@ def equivalence(
         "baseline": baseline,
     }
     voice.say("starting")
-    from splitlm.check.equivalence import equivalence as compared
+    with held():
+        from splitlm.check.equivalence import equivalence as compared
 
     with run.folder("check-equivalence", {"model": model, **settings, **request}) as folder:
         settings["trace_dir"] = folder

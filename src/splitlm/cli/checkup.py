@@ -19,6 +19,7 @@ from splitlm.cli import options as o
 from splitlm.cli.interrupts import held
 from splitlm.cli.plan import size
 from splitlm.core.errors import SplitlmError
+from splitlm.model.source import cache_folder
 
 if TYPE_CHECKING:
     from splitlm.node.plan import Plan
@@ -75,8 +76,11 @@ def machine() -> list[Finding]:
 
 def disk() -> list[Finding]:
     """Room for converted models and for traces."""
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "splitlm" / "models"
-    return [_room("cache", cache), _room("runs", Path("runs").absolute())]
+    try:
+        cache = _room("cache", cache_folder())
+    except SplitlmError as error:
+        cache = _failed("cache", error)
+    return [cache, _room("runs", Path("runs").absolute())]
 
 
 def packaged_model() -> Finding:
@@ -100,6 +104,9 @@ def model(name: str, settings: Mapping[str, Any]) -> list[Finding]:
         return [_failed("model", error)]
     if made.weights:
         found.append(Finding("model", "ok", f"{made.cut.blocks} blocks, {made.dtype}; its files are whole"))
+    elif not Path(name).expanduser().is_dir():
+        text = f"its config is here; {size(made.weight_bytes)} of weights are downloaded when it first runs"
+        found.append(Finding("model", "warn", text, f"Make room for them in the hub's cache, {made.folder.parent}"))
     else:
         advice = "Copy or download model.safetensors into it"
         found.append(Finding("model", "fail", "its config is here, its weights are not", advice))

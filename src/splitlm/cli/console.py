@@ -9,6 +9,8 @@ import threading
 import time
 from typing import TYPE_CHECKING, Any, TextIO
 
+import msgspec
+
 from splitlm.core.errors import SplitlmError, UsageError
 
 if TYPE_CHECKING:
@@ -122,8 +124,8 @@ class Console:
             ) from error
 
     def json(self, data: Any) -> None:
-        """The result, for machines: one line. Raises like ``out``."""
-        self.out(json.dumps(data, ensure_ascii=False))
+        """The result, for machines: one line; null where a number is not finite. Raises like ``out``."""
+        self.out(msgspec.json.encode(data).decode())
 
     def _terminal(self) -> RichConsole:
         if self._rich is None:

@@ -12,6 +12,7 @@ import typer
 
 from splitlm.cli import options as o
 from splitlm.cli.console import Console, console
+from splitlm.cli.interrupts import held
 from splitlm.cli.moves import told as told_of
 from splitlm.cli.runs import RunOptions
 from splitlm.cli.tables import table
@@ -86,10 +87,11 @@ def _moves(model: str, stages: int, count: int) -> tuple[Shift, ...]:
 
 
 def _tell(voice: Console, model: str, prompt: str, count: int, settings: dict[str, Any], *, live: bool) -> _Told:
-    from splitlm.check.compare import Run
-    from splitlm.check.equivalence import Case, against, intra_op_threads
-    from splitlm.local import Ring
-    from splitlm.model.uncut import Uncut
+    with held():
+        from splitlm.check.compare import Run
+        from splitlm.check.equivalence import Case, against, intra_op_threads
+        from splitlm.local import Ring
+        from splitlm.model.uncut import Uncut
 
     chunk, shifts = 128, _moves(model, settings["stages"], count)
     with Ring(model, prefill_chunk=chunk, shifts=shifts, say=voice.say, **settings) as ring:

@@ -52,7 +52,7 @@ def generate(
     texts = o.texts(prompt)
     written = {key: value for key, value in settings.items() if key != "token"}
     voice = console(context)
-    with run.folder("generate", {"model": model, **written}) as folder:
+    with run.folder("generate", {"model": model, **written, **request, "chat": chat}) as folder:
         settings["trace_dir"] = folder
         write(voice, model, texts, settings, request, as_json=as_json, chat=chat)
     if folder is not None:
@@ -85,14 +85,14 @@ def write(
     ring = Ring(model, say=voice.say, **settings)
     codec = ring.codec  # a prompt that cannot be is found before others are made to load
     prompts = [codec.encode_chat([{"role": "user", "content": t}]) if chat else codec.encode(t) for t in texts]
-    with ring:
+    # The ring ends first, and with it what the pool waits for: Ctrl-C must not wait for whole texts.
+    with ThreadPoolExecutor(len(prompts)) as pool, ring:
         if live:
             done = [ring.generate(prompts[0], on_text=lambda piece: voice.out(piece, end=""), **request)]
             voice.out("")
         else:
             voice.say(f"writing {len(texts)} texts")
-            with ThreadPoolExecutor(len(prompts)) as pool:
-                done = list(pool.map(lambda ids: ring.generate(ids, **request), prompts))
+            done = list(pool.map(lambda ids: ring.generate(ids, **request), prompts))
     moves = told(ring.boundaries, ring.migrations, settings.get("shifts", ()))
     for text, result in zip(texts, done, strict=True):
         if as_json:

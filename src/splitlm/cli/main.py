@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import os
 import sys
 from collections.abc import Sequence
@@ -112,6 +113,8 @@ def main() -> None:
     os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
     interrupts = Interrupts()
     interrupts.install()
+    if isinstance(sys.stdout, io.TextIOWrapper):  # text that the terminal's encoding lacks is no reason to stop
+        sys.stdout.reconfigure(errors="backslashreplace")
     if missing:
         Console().error("stdout is closed. Expected a place for results. Use >/dev/null to drop them.")
         sys.exit(2)

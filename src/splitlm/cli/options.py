@@ -28,7 +28,7 @@ FamilyName = Annotated[str, typer.Option("--model-family", help="Layout of the m
 LoaderName = Annotated[str, typer.Option("--loader", help="shard: read only our tensors. hf: load all, then drop.")]
 DTypeName = Annotated[str, typer.Option("--dtype", help="auto (the checkpoint's own), float32, bfloat16 or float16.")]
 Compute = Annotated[str, typer.Option(help="Compute engine: exact.")]
-Threads = Annotated[int, typer.Option(help="Threads per stage; 0 shares this machine's cores among its stages.")]
+Threads = Annotated[int, typer.Option(help="Threads per stage; 0: this machine's cores, shared among its stages.")]
 PrefillChunk = Annotated[int, typer.Option(help="Prompt tokens per prefill step.")]
 Deadline = Annotated[float, typer.Option(help="Seconds to wait for stages and neighbours.")]
 CtrlTimeout = Annotated[
@@ -129,7 +129,8 @@ class RingOptions(CutOptions):
             **cut,
             "loader": choice(self.loader, ("shard", "hf"), "--loader"),
             "compute": choice(self.compute, ("exact",), "--compute"),
-            "threads": ring_threads(self.threads, 1 if listen else cut["stages"]),
+            # A machine that joins may have fewer cores than this one, so that it is not told how many to use.
+            "threads": at_least(0, self.threads, "--threads") if listen else ring_threads(self.threads, cut["stages"]),
             "prefill_chunk": at_least(1, self.prefill_chunk, "--prefill-chunk"),
             "listen": listen,
             "deadline_s": seconds(self.deadline, "--deadline"),
@@ -293,13 +294,15 @@ def seconds(value: float, option: str) -> float:
 def texts(prompts: list[str] | None) -> list[str]:
     """Prompts as they were given; ``-`` is stdin, and so is no prompt at all where stdin is not a terminal.
 
+    The line end with which ``echo`` and editors close a text is not part of the prompt.
+
     Raises:
         UsageError: there is none, or stdin is not text.
     """
     if not prompts and (sys.stdin is None or sys.stdin.isatty()):
         raise UsageError("There is no prompt", where="--prompt", expected="a text, or one on stdin")
     try:
-        return [sys.stdin.read() if text == "-" else text for text in prompts or ["-"]]
+        return [sys.stdin.read().removesuffix("\n") if text == "-" else text for text in prompts or ["-"]]
     except UnicodeDecodeError as error:
         raise UsageError(f"stdin is not text ({error})", where="--prompt -", expected="UTF-8") from error
 

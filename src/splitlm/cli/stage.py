@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import signal
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -80,7 +81,7 @@ def stage(
     family: o.FamilyName = "",
     loader: o.LoaderName = "shard",
     dtype: o.DTypeName = "auto",
-    threads: Annotated[int, typer.Option(help="Threads; 0 takes the head's word.")] = 0,
+    threads: Annotated[int, typer.Option(help="Threads; 0 takes the head's word, or else all cores.")] = 0,
     prefill_chunk: o.PrefillChunk = 128,
     deadline: o.Deadline = 60.0,
     ctrl_timeout: o.CtrlTimeout = 5.0,
@@ -100,10 +101,24 @@ def stage(
         )
     if place.given:
         place.check()
+    first = full or place.first
+    of_first = {"--prompt": prompt is not None, "--max-new-tokens": max_new_tokens != 128, "--private": private}
+    of_first |= {"--model-family": bool(family), "--loader": loader != "shard", "--dtype": dtype != "auto"}
+    of_first |= {"--prefill-chunk": prefill_chunk != 128}
+    of_joining = {"--listen": bool(listen), "--advertise": bool(advertise)}
+    for option, asked in (of_joining if first else of_first).items():
+        if asked:
+            raise UsageError(
+                "The first stage does not take it" if first else "Only the first stage takes it",
+                where=option,
+                remedy="Leave it out: --recv says where it listens" if first else "Give it to the head",
+            )
+    if place.given and listen:
+        raise UsageError("A fixed place listens where --recv says", where="--listen", remedy="Leave it out")
     threads = o.at_least(0, threads, "--threads")
     shared = {"token": o.read_token(token_file), "deadline_s": o.seconds(deadline, "--deadline")}
     shared["ctrl_timeout_s"] = o.seconds(ctrl_timeout, "--ctrl-timeout")
-    if full or place.first:
+    if first:
         ring = o.RingOptions(
             private=private,
             family=family,
@@ -113,18 +128,16 @@ def stage(
             prefill_chunk=prefill_chunk,
             deadline=deadline,
         )
-        settings = {**ring.settings(), **shared}
+        ctrl = o.address(place.ctrl, "--ctrl") if place.given else None
+        settings = {**ring.settings(listen=ctrl), **shared}
         if place.given:
             settings |= {
-                "listen": o.address(place.ctrl, "--ctrl"),
                 "data": o.address(place.recv, "--recv"),
                 "send": o.address(place.send, "--send"),
                 "static": place.layer_end,
             }
         _be_first(console(context), model, prompt, max_new_tokens, settings, run)
         return
-    if prompt is not None:
-        raise UsageError("Only the first stage takes a prompt", where="--prompt", remedy="Give it to the head")
     settings = {
         **shared,
         "listen": o.address(listen, "--listen") if listen else ("", 0),
@@ -148,7 +161,8 @@ def _be_first(
     if prompt is None:
         raise UsageError("The first stage has no prompt", where="--prompt", expected="the text to go on from")
     count = o.at_least(1, max_new_tokens, "--max-new-tokens")
-    with run.folder("stage", {"model": model}) as folder:
+    written = {key: value for key, value in settings.items() if key != "token"}
+    with run.folder("stage", {"model": model, **written, "max_new_tokens": count}) as folder:
         settings["trace_dir"] = folder
         write(voice, model, o.texts([prompt]), settings, {"max_new_tokens": count})
 
@@ -165,11 +179,18 @@ def _follow(
         from splitlm.node.join import Place, StageSettings, run_stage
 
     signal.signal(signal.SIGINT, signal.default_int_handler)  # for which asyncio puts a gentler one
+    find = partial(resolve, progress=voice.say)
     fixed = Place(place.layer_begin or 0, place.layer_end or 0, *ends) if place and ends else None
     asyncio.run(
         run_stage(
             StageSettings(
-                head=head, resolve=resolve, model=model, place=fixed, trace_dir=trace_dir, say=voice.say, **settings
+                head=head,
+                resolve=find,
+                model=model,
+                place=fixed,
+                trace_dir=trace_dir,
+                say=voice.say,
+                **settings,
             )
         )
     )

@@ -159,10 +159,16 @@ def balanced_boundaries(
         head_cost: what the head costs per token, in blocks (a large vocabulary makes it several).
 
     Raises:
-        CutError: fewer than one stage, or more stages than blocks.
+        CutError: fewer than one stage, or more stages or tail blocks than the model's blocks allow.
     """
     if stages < 1:
         raise CutError(f"{stages} stages", where="--stages", expected="at least 1")
+    if not 0 <= tail_blocks < blocks:
+        raise CutError(
+            f"{tail_blocks} tail blocks do not fit a model of {blocks} blocks",
+            where="--tail-blocks",
+            expected=f"0 to {blocks - 1}",
+        )
     free = blocks - tail_blocks
     if stages > free:
         raise CutError(

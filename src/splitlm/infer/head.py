@@ -377,10 +377,11 @@ class Head:
         except Exception as error:  # noqa: BLE001 - the caller's own ``accept``: its session ends, the others go on
             session.out.put_nowait(error)
             return
-        session.out.put_nowait(TokenOut(header.token, len(session.tokens) - 1, session.finish, logits))
         if session.finish is None:
             session.arrived_ns, session.bytes_in = when_ns, size
             self._schedule.ready(session.number, prefill=False)
             if self.on_lap is not None:
                 self.on_lap(session.number)
             self._work_there.set()
+        # After the next lap was asked for: the reader's thread would take the interpreter from it.
+        session.out.put_nowait(TokenOut(header.token, len(session.tokens) - 1, session.finish, logits))

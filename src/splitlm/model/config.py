@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
 from transformers import AutoConfig
 
 from splitlm.core.errors import CheckpointError, UnknownFamilyError
@@ -75,6 +76,7 @@ def read_config(folder: Path, raw: Mapping[str, Any], family: Family) -> Any:
             raise _wrong(where, name, count, f"a number from 1 to {MAX_BLOCKS}")
     config = _through_transformers(folder)
     with foreign("The config cannot be used", where, f"the config of a {family.name} model"):
+        _check_dtype(config, where)
         _check_sizes(config, where)
         _check_layers(config, family, where)
         _check_rope(config, where)
@@ -82,6 +84,12 @@ def read_config(folder: Path, raw: Mapping[str, Any], family: Family) -> Any:
             if getattr(config, flag, False):
                 raise UnknownFamilyError(f"{flag} is set", where=where, expected=f"a {family.name} model without it")
     return config
+
+
+def _check_dtype(config: Any, where: str) -> None:
+    dtype = getattr(config, "dtype", None)
+    if dtype is not None and not isinstance(dtype, torch.dtype):
+        raise _wrong(where, "dtype", dtype, "the name of an element type, such as float32")
 
 
 def config_hash(config: Any) -> str:
@@ -105,6 +113,23 @@ def hash_of_folder(folder: Path) -> str:
         CheckpointError: transformers cannot read the config.
     """
     return config_hash(_through_transformers(folder))
+
+
+def context_of(config: Any) -> int:
+    """The longest text in tokens.
+
+    Longrope has two sets of frequencies, and takes the second once a text is longer than
+    ``original_max_position_embeddings``. A text that grew beyond it would have keys of both, so it ends there.
+    """
+    told = int(config.max_position_embeddings)
+    rope = getattr(config, "rope_parameters", None)
+    rows = [rope, *rope.values()] if isinstance(rope, Mapping) else []
+    short = [row.get("original_max_position_embeddings") for row in rows if _is_longrope(row)]
+    return min([told, *(int(length) for length in short if isinstance(length, int) and length > 0)])
+
+
+def _is_longrope(row: object) -> bool:
+    return isinstance(row, Mapping) and row.get("rope_type") == "longrope"
 
 
 def rope_types(config: Any) -> set[str]:

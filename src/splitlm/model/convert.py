@@ -23,7 +23,7 @@ _VERSION = 1
 _MIB = 1 << 20
 
 
-def convert(source: Path, cache: Path, progress: Progress) -> Path:
+def convert(source: Path, cache: Path, progress: Progress, *, dated: bool = True) -> Path:
     """The converted directory of a GGUF file, made now if the cache lacks it.
 
     The directory appears whole or not at all. A lock makes other processes wait; a killed one leaves nothing that
@@ -33,13 +33,15 @@ def convert(source: Path, cache: Path, progress: Progress) -> Path:
         source: the GGUF file.
         cache: the folder of all converted models.
         progress: told when there is something to wait for.
+        dated: whether the file's time may tell its content. Not where a package brings it: each install dates it anew,
+            and every environment would add a copy of the same model.
 
     Raises:
         CheckpointError: the file is not GGUF, is truncated, or holds what transformers cannot read.
         ModelMissingError: the gguf package is not installed.
         ModelError: the cache folder cannot be written.
     """
-    target = cache / f"{source.stem}-{_digest(source)}"
+    target = cache / f"{source.stem}-{_digest(source, dated)}"
     if _made(target):
         return target
     _check(source)
@@ -69,7 +71,7 @@ def _made(target: Path) -> bool:
     return (target / "config.json").is_file()
 
 
-def _digest(source: Path) -> str:
+def _digest(source: Path, dated: bool) -> str:
     """Names the file's content without reading gigabytes."""
     try:
         stat = source.stat()
@@ -86,7 +88,7 @@ def _digest(source: Path) -> str:
             expected="b'GGUF'",
             remedy="Download it again (a Git LFS pointer or an error page may have been saved in its place)",
         )
-    digest = hashlib.sha256(f"{_VERSION} {stat.st_size} {stat.st_mtime_ns} ".encode())
+    digest = hashlib.sha256(f"{_VERSION} {stat.st_size} {stat.st_mtime_ns if dated else 0} ".encode())
     digest.update(head)
     return digest.hexdigest()[:16]
 

@@ -17,10 +17,10 @@ from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
 from splitlm.core.cut import Cut, Segment
 from splitlm.core.errors import CutError, UsageError
 from splitlm.model.border import foreign
-from splitlm.model.config import read_config
+from splitlm.model.config import context_of, read_config
 from splitlm.model.family import check_layout, find_family
 from splitlm.model.index import read_json
-from splitlm.model.load import DTYPES
+from splitlm.model.load import BLOCK_BYTES, DTYPES
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ class ModelShape:
         check_layout(self._model, layout, where)
         self._family = layout
         self.blocks = int(config.num_hidden_layers)
-        self.context = int(config.max_position_embeddings)
+        self.context = context_of(config)
         heads = int(config.num_attention_heads)
         kv_heads = getattr(config, "num_key_value_heads", None) or heads
         width = getattr(config, "head_dim", None) or int(config.hidden_size) // heads
@@ -82,9 +82,9 @@ class ModelShape:
 
     @property
     def head_cost(self) -> float:
-        """What the head reads per token, in blocks."""
+        """What the head costs per token, in blocks; as ``ModelFiles.head_cost``, so that both choose the same cut."""
         block = sum(p.nbytes for p in self._layers[0].parameters())
-        return float(getattr(self._model, self._family.head).weight.nbytes / block) if block else 0.0
+        return float(getattr(self._model, self._family.head).weight.nbytes / (block + BLOCK_BYTES)) if block else 0.0
 
     def sizes(self, cut: Cut) -> list[SegmentSizes]:
         """The sizes of each segment, in the order of the cut.

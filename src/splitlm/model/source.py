@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 from splitlm.core.errors import CheckpointError, ModelError, ModelMissingError, NetworkError
 from splitlm.model.convert import Progress, convert
+from splitlm.model.text import VOCABULARIES
 
 
 class _Packaged(NamedTuple):
@@ -32,7 +33,12 @@ _UNWANTED = ("*/*", "consolidated*.safetensors")  # the same weights in another 
 
 
 def resolve(
-    model: str, *, offline: bool | None = None, cache_dir: Path | None = None, progress: Progress | None = None
+    model: str,
+    *,
+    offline: bool | None = None,
+    cache_dir: Path | None = None,
+    progress: Progress | None = None,
+    weights: bool = True,
 ) -> Path:
     """The absolute path of a directory with the model's config.json, weights and tokenizer.
 
@@ -41,6 +47,7 @@ def resolve(
         offline: never ask the network; None follows the hub library's own setting (``HF_HUB_OFFLINE``).
         cache_dir: where converted models are kept; None means ``$XDG_CACHE_HOME/splitlm/models``.
         progress: told, in one line each, what takes long. Nothing is printed.
+        weights: False downloads none: whoever asks for a hub model's config does not ask for gigabytes.
 
     Raises:
         ModelMissingError: there is no such model, or it is not here and cannot be asked for.
@@ -49,27 +56,45 @@ def resolve(
         NetworkError: the hub cannot be reached.
     """
     report = progress or _say_nothing
-    cache = (cache_dir or _default_cache()).expanduser().absolute()
     if model in _PACKAGED:
-        return convert(_packaged(model), cache, report)
-    path = Path(model).expanduser().absolute()
-    if model and path.is_dir():
-        return _directory(path)
-    if model and path.is_file():
+        return convert(_packaged(model), cache_folder(cache_dir), report, dated=False)
+    try:
+        path = Path(model).expanduser().absolute()
+        if model and path.is_dir():
+            return _directory(path)
+        is_file = bool(model) and path.is_file()
+    except (OSError, RuntimeError) as error:  # a folder closed to this user, a name too long, a ~user who is not there
+        reason = getattr(error, "strerror", None) or error
+        raise ModelMissingError(f"this cannot be looked at ({reason})", where=model[:200], expected=_FORMS) from error
+    if is_file:
         if path.suffix.lower() == ".gguf":
-            return convert(path, cache, report)
+            return convert(path, cache_folder(cache_dir), report)
         raise ModelMissingError("a file that is not a model", where=str(path), expected=_FORMS)
     if _looks_like_a_path(model):
         raise ModelMissingError("there is no such directory or file", where=str(path), expected=_FORMS)
-    return _from_hub(model, offline, report)
+    return _from_hub(model, offline, report, weights)
 
 
 def _say_nothing(_: str) -> None:
     pass
 
 
-def _default_cache() -> Path:
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "splitlm" / "models"
+def cache_folder(given: Path | None = None) -> Path:
+    """Where converted models are kept. Asked only where one is needed: a user may have no home.
+
+    Raises:
+        ModelError: there is no such place.
+    """
+    try:
+        default = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "splitlm" / "models"
+        return (given or default).expanduser().absolute()
+    except RuntimeError as error:
+        raise ModelError(
+            f"there is no place for a converted model ({error})",
+            where="$HOME",
+            expected="a home directory, or XDG_CACHE_HOME",
+            remedy="Set XDG_CACHE_HOME to a folder that can be written",
+        ) from error
 
 
 def _looks_like_a_path(model: str) -> bool:
@@ -99,35 +124,46 @@ def _packaged(name: str) -> Path:
     return file
 
 
-def _from_hub(model: str, offline: bool | None, progress: Progress) -> Path:
+def _from_hub(model: str, offline: bool | None, progress: Progress, weights: bool) -> Path:
     """The snapshot in the hub's cache, downloaded if it is not there; every error of the hub ends here."""
     import huggingface_hub as hub
     from huggingface_hub import errors
 
     def snapshot(local: bool) -> Path:
+        unwanted = _UNWANTED if weights else (*_UNWANTED, "*.safetensors*")
         folder = hub.snapshot_download(
-            model, local_files_only=local, allow_patterns=list(_WANTED), ignore_patterns=list(_UNWANTED)
+            model, local_files_only=local, allow_patterns=list(_WANTED), ignore_patterns=list(unwanted)
         )
         return Path(folder)
 
+    online = not (hub.constants.HF_HUB_OFFLINE if offline is None else offline)
     try:
         cached = snapshot(local=True)
-        lacking = _lacking(cached)
-        if not lacking:
+        weights = weights or any(cached.glob("*.safetensors*"))  # a download that was begun is finished
+        lacking = _lacking(cached, weights)
+        # Another program may have cached the weights alone; who only plans needs no tokenizer.
+        speechless = not any((cached / name).is_file() for name in VOCABULARIES)
+        if not lacking and not (speechless and online):
             return cached
-        absent = f"the hub's cache has this model without {lacking}"
+        absent = f"the hub's cache has this model without {lacking or 'its tokenizer'}"
     except errors.HFValidationError as error:
         raise ModelMissingError("this names no model", where=repr(model), expected=_FORMS) from error
+    except PermissionError as error:
+        raise ModelError(
+            f"the hub's cache cannot be read ({error.strerror})",
+            where=str(error.filename or hub.constants.HF_HUB_CACHE),
+            remedy="Set HF_HOME to a folder of your own",
+        ) from error
     except errors.LocalEntryNotFoundError:
         absent = "this model is not, or not completely, in the hub's cache, and there is no directory of this name"
-    if offline is True or (offline is None and hub.constants.HF_HUB_OFFLINE):
+    if not online:
         raise ModelMissingError(
             f"{absent}; the hub was not asked because this run is offline",
             where=model,
             expected=_FORMS,
             remedy="Unset HF_HUB_OFFLINE to download it, or copy the model here and name its directory",
         )
-    progress(f"downloading {model} from the hub")
+    progress(f"downloading {model if weights else f'the config of {model}'} from the hub")
     page = f"{hub.constants.ENDPOINT}/{model}"
     try:
         with _quiet_hub():
@@ -152,7 +188,7 @@ def _from_hub(model: str, offline: bool | None, progress: Progress) -> Path:
         ) from error
     except (OSError, errors.HTTPError) as error:  # the line broke, the disk is full, the folder is closed
         raise ModelError(f"the download failed ({error})", where=model, remedy="Try again later") from error
-    if lacking := _lacking(folder):
+    if lacking := _lacking(folder, weights):
         raise ModelMissingError(
             f"the hub's copy has no {lacking}", where=model, expected="a config.json and safetensors files"
         )
@@ -173,10 +209,12 @@ def _quiet_hub() -> Iterator[None]:
             enable_progress_bars()
 
 
-def _lacking(directory: Path) -> str:
+def _lacking(directory: Path, weights: bool) -> str:
     """The first file that a snapshot cannot do without and does not have, or nothing."""
     if not (directory / "config.json").is_file():
         return "config.json"
+    if not weights:
+        return ""
     index = directory / "model.safetensors.index.json"
     if not index.is_file():
         return "" if any(directory.glob("*.safetensors")) else "model.safetensors"

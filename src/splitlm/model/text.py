@@ -11,9 +11,10 @@ from typing import Any
 
 from splitlm.core.errors import ModelError, ModelMissingError, PromptError, UsageError
 
-_VOCABULARIES = ("tokenizer.json", "tokenizer.model", "spiece.model", "vocab.json", "vocab.txt")
+VOCABULARIES = ("tokenizer.json", "tokenizer.model", "spiece.model", "vocab.json", "vocab.txt")
+"""Files of which a model directory has one at least, or no tokenizer."""
 _FILES = (
-    *_VOCABULARIES,
+    *VOCABULARIES,
     "merges.txt",
     "added_tokens.json",
     "chat_template.jinja",
@@ -34,11 +35,11 @@ class TextCodec:
     """
 
     def __init__(self, directory: Path) -> None:
-        if not any((directory / name).is_file() for name in _VOCABULARIES):
+        if not any((directory / name).is_file() for name in VOCABULARIES):
             raise ModelMissingError(
                 "there is no tokenizer here",
                 where=str(directory),
-                expected=f"one of {', '.join(_VOCABULARIES)}",
+                expected=f"one of {', '.join(VOCABULARIES)}",
                 remedy="Copy it from the model's original directory",
             )
         self.directory = directory
@@ -130,6 +131,10 @@ class TextCodec:
         """Whether the token is one byte of a character outside the vocabulary (``<0xF0>``: byte fallback)."""
         return _BYTE_TOKEN.fullmatch(self._tokenizer.convert_ids_to_tokens(token) or "") is not None
 
+    def spells(self, ids: Sequence[int]) -> bool:
+        """Whether the ids are what ``encode`` makes of their own text: then all of its characters are complete."""
+        return self._encode(self.decode(ids)) == list(ids)
+
     def _encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         try:
             text.encode()
@@ -170,7 +175,10 @@ class StreamDecoder:
             if not codec.is_silent(token):
                 self._window.insert(0, token)
         if self._window:
-            self._returned = len(self._certain(codec.decode(self._window)))
+            text = codec.decode(self._window)
+            # A U+FFFD at the end of a prompt that spells its text was written there: it is no incomplete character.
+            written = text.endswith(_UNKNOWN) and codec.spells(prompt)
+            self._returned = len(text if written else self._certain(text))
 
     def push(self, token: int) -> str:
         """The text that became certain with this token; often the token's own, sometimes empty."""
@@ -217,6 +225,7 @@ class StopMatcher:
     """
 
     def __init__(self, stop: Sequence[str] = ()) -> None:
+        stop = (stop,) if isinstance(stop, str) else stop  # a string is a sequence of strings, but nobody means that
         if any(not s for s in stop):
             raise UsageError("a stop string is empty", where="--stop", expected="one character at least")
         self._stop = tuple(stop)
@@ -253,15 +262,16 @@ def tokenizer_hash(directory: Path) -> str:
 
     Raises:
         ModelMissingError: the directory has none of them.
+        ModelError: one cannot be read.
     """
     digest = hashlib.sha256()
     found = [directory / name for name in sorted(_FILES) if (directory / name).is_file()]
-    if not any(path.name in _VOCABULARIES for path in found):
+    if not any(path.name in VOCABULARIES for path in found):
         raise ModelMissingError(
-            "there is no tokenizer here", where=str(directory), expected=f"one of {', '.join(_VOCABULARIES)}"
+            "there is no tokenizer here", where=str(directory), expected=f"one of {', '.join(VOCABULARIES)}"
         )
     for path in found:
-        content = path.read_bytes()
+        content = _read(path)
         digest.update(f"{path.name}\0{len(content)}\0".encode())
         digest.update(content)
     return digest.hexdigest()
@@ -286,12 +296,21 @@ def _read_json(path: Path) -> dict[str, Any]:
     if not path.is_file():
         return {}
     try:
-        content = json.loads(path.read_bytes())
+        content = json.loads(_read(path))
     except ValueError as error:
         raise ModelError(f"not JSON: {error}", where=str(path), expected="a JSON object") from error
     if not isinstance(content, dict):
         raise ModelError(f"a JSON {type(content).__name__}", where=str(path), expected="a JSON object")
     return content
+
+
+def _read(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise ModelError(
+            f"the file cannot be read ({error.strerror})", where=str(path), expected="a file that this user may read"
+        ) from error
 
 
 def _ids(value: object, where: str, directory: Path) -> list[int]:

@@ -36,6 +36,7 @@ from splitlm.core.messages import (
 )
 from splitlm.infer.meter import Meter
 from splitlm.link import tcp
+from splitlm.link.address import describe
 from splitlm.migrate.mover import Mover
 from splitlm.model.load import ModelFiles
 from splitlm.model.runner import Runner
@@ -117,7 +118,7 @@ async def run_stage(settings: StageSettings) -> None:
     name = node_name("stage")
     host, port = settings.head
     identity = Identity(stranger(name), settings.token)
-    settings.say(f"joining the head at {host}:{port}")
+    settings.say(f"joining the head at {describe(settings.head)}")
     try:
         async with asyncio.TaskGroup() as group:
             orphaned = group.create_task(_watch_parent(settings.parent)) if settings.parent else None

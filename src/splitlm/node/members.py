@@ -138,6 +138,7 @@ class Members:
             PeerMissingError: not enough came in time.
             CutError: the places that stages bring do not make a cut.
         """
+        extra: list[str] = []
         if cut is not None:
             count = cut.stages - 1
             await self._until(
@@ -146,9 +147,6 @@ class Members:
                 lambda: f"{len(self._members)} came",
             )
             chosen, extra = list(self._members.values())[:count], list(self._members)[count:]
-            for peer in extra:
-                del self._members[peer]
-                await self._turn_away(peer)
             if any(member.join.begin is not None for member in chosen):
                 raise CutError(
                     "A stage came with a fixed place (--layer-begin), and the head gives the places",
@@ -159,6 +157,9 @@ class Members:
         self._complete = True
         for node, member in enumerate(chosen, start=1):
             member.node = node
+        for peer in extra:  # after the places are given: one that is lost meanwhile is missed
+            del self._members[peer]
+            await self._turn_away(peer)
         return cut
 
     async def _turn_away(self, peer: str) -> None:

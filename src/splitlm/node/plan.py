@@ -72,13 +72,14 @@ def plan(
     dtype: str = "auto",
     say: Callable[[str], None] | None = None,
 ) -> Plan:
-    """What a ring would hold where. Arguments are those of ``splitlm.Ring``; a directory with a config is enough.
+    """What a ring would hold where. Arguments are those of ``splitlm.Ring``; a directory with a config is enough,
+    and of a hub model no weights are downloaded.
 
     Raises:
         CutError: the cut does not fit the model.
         ModelError: the config, or the headers of the weights, are missing or damaged.
     """
-    folder = resolve(str(model), progress=say)
+    folder = resolve(str(model), progress=say, weights=False)
     there = any(folder.glob("*.safetensors")) or (folder / "model.safetensors.index.json").is_file()
     files = ModelFiles(folder, family=family, dtype=dtype) if there else None
     shape = ModelShape(folder, files.dtype if files else dtype, family=family)

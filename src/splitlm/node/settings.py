@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import inf
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, get_args
 
 from splitlm.coordinator.coordinator import CTRL_TIMEOUT_S
 from splitlm.core.cut import Cut, balanced_boundaries, make_cut
@@ -13,6 +14,8 @@ from splitlm.core.shifts import Shift
 from splitlm.model.load import Loader
 
 PLANS = ("noop", "auto")
+ENGINES = ("exact",)
+"""Compute engines by name."""
 
 
 def silence(ctrl_timeout_s: float) -> float:
@@ -42,6 +45,9 @@ class RingSettings:
         plan: ``auto`` moves blocks where measured times say that it pays; ``noop`` leaves them but for ``shifts``.
         horizon: tokens within which a move of the plan ``auto`` must pay.
         background: bring their blocks while tokens flow; False does it within the barrier (for comparisons).
+
+    Raises:
+        UsageError: a value out of range, or a loader or engine that there is not. The cut is checked with the model.
     """
 
     model: str
@@ -76,6 +82,22 @@ class RingSettings:
         return self.pace_ms[node % len(self.pace_ms)] if isinstance(self.pace_ms, tuple) else self.pace_ms
 
     def __post_init__(self) -> None:
+        paces = self.pace_ms if isinstance(self.pace_ms, tuple) else (self.pace_ms,)
+        rules: list[tuple[str, object, bool, str]] = [
+            ("loader", self.loader, self.loader in get_args(Loader), " or ".join(get_args(Loader))),
+            ("compute", self.compute, self.compute in ENGINES, " or ".join(ENGINES)),
+            ("threads", self.threads, self.threads >= 0, "0 (the machine's choice) or more"),
+            ("pace_ms", self.pace_ms, all(0 <= ms < inf for ms in paces), "0 (off) or more"),
+            ("prefill_chunk", self.prefill_chunk, self.prefill_chunk >= 1, "at least 1"),
+            ("deadline_s", self.deadline_s, 0 < self.deadline_s < inf, "a positive number of seconds"),
+            ("ctrl_timeout_s", self.ctrl_timeout_s, 0 < self.ctrl_timeout_s < inf, "a positive number of seconds"),
+        ]
+        for name, value, good, expected in rules:
+            if not good:
+                raise UsageError(f"{name} is {value!r}", expected=expected)
+        self._check_windows()
+
+    def _check_windows(self) -> None:
         if self.plan not in PLANS:
             raise UsageError(f"{self.plan!r} is no plan", where="--plan", expected=", ".join(PLANS))
         if self.plan == "auto" and (self.shifts or not self.window):
