@@ -123,14 +123,14 @@ async def run_stage(settings: StageSettings) -> None:
         async with asyncio.TaskGroup() as group:
             orphaned = group.create_task(_watch_parent(settings.parent)) if settings.parent else None
             channel = await tcp.connect(host, port, identity, "control", deadline_s=settings.deadline_s, who="the head")
+            if orphaned is not None:
+                orphaned.cancel()  # from here on the channel ends with the head
             lost_s = silence(settings.ctrl_timeout_s)
             spoke = StarSpoke(channel, heartbeat_s=lost_s / BEATS, timeout_s=lost_s)
             try:
                 await _Member(settings, spoke, name, channel.local_host).run()
             finally:
                 await spoke.close()
-            if orphaned is not None:
-                orphaned.cancel()
     except* SplitlmError as errors:
         raise first_error(errors) from None
 
@@ -155,6 +155,7 @@ class _Member:
         self._meter: Meter | None = None
         self._built: Built | None = None
         self._links: list[Channel] = []
+        self._stopped = asyncio.Event()
         self._loader = Runner(background=True)
         self._follower: Follower | None = None
         self._moves: StageWork | None = None
@@ -191,7 +192,9 @@ class _Member:
                 work = group.create_task(self._work())
                 group.create_task(self._listen(work))
         except* SplitlmError as errors:
-            raise first_error(errors) from None
+            # A neighbour that heard Stop a moment earlier took its links along: its loss can come with our own Stop.
+            if not self._stopped.is_set():
+                raise first_error(errors) from None
 
     async def _listen(self, work: asyncio.Task[None]) -> None:
         """Hear the head until it says Stop."""
@@ -206,6 +209,7 @@ class _Member:
                 case Connect() as connect if not self._connect.done():
                     self._connect.set_result(connect)
                 case Stop():
+                    self._stopped.set()
                     work.cancel()
                     return
                 case Announce() | Prepare() | Commit() | Abort() | Finish() as word if self._follower is not None:
@@ -253,7 +257,8 @@ class _Member:
                 group.create_task(self._follower.run())
                 group.create_task(serve(self._runner, built.relays[0], links.inbound, links.outbound, self._meter))
         except* PeerLostError as errors:
-            await asyncio.sleep(GRACE_S)
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._stopped.wait(), GRACE_S)
             raise self._standing(first_error(errors)) from None
         finally:
             await asyncio.gather(*(link.close() for link in self._links))
