@@ -18,10 +18,10 @@ from splitlm.telemetry.record import Migration, Record, Step, Window
 PROMPT = 5
 
 
-def step(session: int, position: int, ms: float | None, epoch: int = 0, node: int = 0) -> Step:
+def step(number: int, position: int, ms: float | None, epoch: int = 0, node: int = 0) -> Step:
     return Step(
         node=node,
-        session=session,
+        session=number,
         position=position,
         count=1,
         epoch=epoch,
@@ -48,7 +48,9 @@ def session(number: int, times: list[float], epochs: list[int]) -> list[Record]:
     return found
 
 
-def side(node: int, role: str, epoch: int, **given: float) -> Migration:
+def side(
+    node: int, role: str, epoch: int, *, construct: float | None = None, read: float | None = None, pack: float = 0.0
+) -> Migration:
     return Migration(
         node=node,
         peer=1 - node,
@@ -60,7 +62,9 @@ def side(node: int, role: str, epoch: int, **given: float) -> Migration:
         kv_ms=0.5,
         background_bytes=60,
         commit_ms=0.1,
-        **given,
+        weight_construct_ms=construct,
+        weight_read_ms=read,
+        pack_ms=pack,
     )
 
 
@@ -91,8 +95,8 @@ def test_a_move_is_told_over_the_noop_barriers_of_its_session() -> None:
     """Extra over a barrier, gap over a lap; staging counts the laps that it took and one more."""
     records: list[Record] = [
         *session(2, TIMES, EPOCHS),
-        side(0, "receiver", 5, weight_construct_ms=2.0, weight_read_ms=5.0),
-        side(1, "donor", 5, pack_ms=1.0),
+        side(0, "receiver", 5, construct=2.0, read=5.0),
+        side(1, "donor", 5, pack=1.0),
         side(1, "receiver", 6),
     ]
     (move,) = laps.moves(records, 3)
@@ -105,10 +109,19 @@ def test_a_move_is_told_over_the_noop_barriers_of_its_session() -> None:
 
 def test_long_staging_counts_more_laps() -> None:
     """But none behind the move itself."""
-    records: list[Record] = [*session(2, TIMES, EPOCHS), side(1, "receiver", 5, weight_read_ms=1000.0)]
+    records: list[Record] = [*session(2, TIMES, EPOCHS), side(1, "receiver", 5, read=1000.0)]
     (move,) = laps.moves(records, 3)
     assert not move.pulled
     assert move.lost_ms == (15 + 16 + 10) - (12.5 + 10 + 10)
+
+
+def test_noop_barriers_are_pooled_over_sessions() -> None:
+    """Each as the difference to its own session's laps."""
+    slow = [20.0, 20, 23, 20, 20, 23, 20, 20, 23]
+    records: list[Record] = [*session(1, slow, [4] * 9), *session(2, TIMES, EPOCHS), side(0, "receiver", 5)]
+    (move,) = laps.moves(records, 3)
+    assert (move.gap_ms, move.extra_ms) == (9, 6)
+    assert laps.moves(session(2, TIMES[:9], EPOCHS[:9]), 9) == []
 
 
 def test_sessions_are_kept_apart_and_short_ones_left_out() -> None:
@@ -129,14 +142,15 @@ def test_the_protocol_alone_is_of_noop_barriers() -> None:
         change(noop, aborted=True, barrier_ms=9.0),
     ]
     assert laps.protocol(records) == ([0.7], [1.0])
+    assert laps.protocol(records, "forced-shift") == ([9.0], [])
 
 
 def test_every_generation_of_the_bench_moves_one_block_at_113_tokens() -> None:
-    """A shift per generation at its fifth boundary, there and back; the last boundary of a generation is a barrier."""
+    """A shift per generation at its third boundary, there and back; the last boundary of a generation is a barrier."""
     assert HELD == 113
     assert (TOKENS - 1) // WINDOW == WINDOWS
     asked = shifts(2)
-    assert [(at // WINDOW) % WINDOWS for at, _, _ in asked] == [5] * 4
+    assert [(at // WINDOW) % WINDOWS for at, _, _ in asked] == [3] * 4
     assert [at // WINDOW // WINDOWS for at, _, _ in asked] == [0, 1, 2, 3]
     assert [(boundary, k) for _, boundary, k in asked] == [(1, 1), (1, -1)] * 2
 

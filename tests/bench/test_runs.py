@@ -11,11 +11,15 @@ from pathlib import Path
 
 import pytest
 
+from splitlm.bench import laps
 from splitlm.bench.arm import Arm
 from splitlm.bench.comparison import measure
+from splitlm.bench.migrate import HELD
 from splitlm.bench.publish import load
 from splitlm.bench.ring import COMPARISONS
 from splitlm.core.errors import SplitlmError, UsageError
+from splitlm.model import toy
+from splitlm.telemetry.record import Migration
 
 
 def splitlm(*words: str, code: int = 0) -> str:
@@ -59,6 +63,26 @@ def test_bench_ring_with_several_sessions(tiny: Callable[[str], Path]) -> None:
     figures = measure(COMPARISONS, str(tiny("llama")), ["devices"], tokens=8, repetitions=1)
     assert [f.name for f in figures] == ["devices"]
     assert 1.2 < figures[0].value < 5
+
+
+@pytest.mark.slow
+def test_bench_migrate(tmp_path: Path) -> None:
+    """Moves in both directions on a toy: every figure, the KV of 113 tokens to the byte, one ring unannounced."""
+    model = toy.build(tmp_path / "toy")
+    words = ("--repetitions", "1", "--only", "shift", "--only", "windows", "--trace-dir", str(tmp_path / "run"))
+    splitlm("bench", "migrate", str(model), *words)
+    figures = {f.name: f for f in load(tmp_path / "run" / "result.json").figures}
+    assert {"barrier", "barrier-echo", "windows-laps", "shift-pull", "shift-push", "staging", "release"} <= set(figures)
+    assert 0 < figures["barrier"].value <= figures["barrier-head"].value
+    assert 0 < figures["windows-laps"].value <= 1.5
+    assert figures["weights-read"].value > 0
+    row = 2 * 2 * (64 // 4) * 4  # keys and values of two heads
+    sent = laps.read(tmp_path / "run" / "shift")
+    moved = [r for r in sent if isinstance(r, Migration) and r.role == "receiver"]
+    assert [r.kv_bytes for r in moved] == [HELD * row] * 4
+    assert figures["kv-barrier"].value * 1024 >= row and figures["kv-background"].value * 1024 >= 93 * row
+    stopped = [r for r in laps.read(tmp_path / "run" / "stop-and-copy") if isinstance(r, Migration)]
+    assert len(stopped) == 8 and not any(r.background_bytes for r in stopped)
 
 
 def test_unknown_comparisons_are_named() -> None:

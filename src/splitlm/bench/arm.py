@@ -95,7 +95,8 @@ class Arm:
         self._log.seek(0)
         lines = self._log.read().decode(errors="replace").splitlines()
         words = next((line.removeprefix("splitlm: ") for line in lines[::-1] if line.startswith("splitlm: ")), "")
-        last = words or (lines[-1] if lines else "it said nothing")
+        # A group of errors ends with a rule of dashes.
+        last = words or next((text for line in lines[::-1] if (text := line.strip(" |+-"))), "it said nothing")
         return from_exit_code(code if code > 0 else 1, f"The bench process '{self.kind}' ended: {last}")
 
     def close(self) -> None:

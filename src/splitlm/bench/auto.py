@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import time
 from itertools import combinations
+from pathlib import Path
 from typing import Any
 
 from splitlm.bench.arm import Arm
-from splitlm.bench.comparison import Plan
+from splitlm.bench.comparison import STAGES, Plan
 from splitlm.bench.figure import Figure, Goal, figure, ratios
 from splitlm.bench.turns import interleave
 from splitlm.bench.windows import WINDOW
+from splitlm.planner import policy
+from splitlm.planner.cost import predict
 
 BLOCKS, CUTS, SESSIONS = 12, (4, 8), 3
 SLOWDOWN, SLOW = 2.0, 1
@@ -44,7 +48,15 @@ def auto(plan: Plan) -> list[Figure]:
             even.run(tokens=LONGEST, sessions=SESSIONS)
             quiet = even.run("windows")
             plan.say(f"nothing is slow: {quiet['ended']} of {QUIET} windows, {len(quiet['moves'])} moves")
-    return _figures(ratios(samples, "auto", "unmoved"), paces, told, quiet)
+    return [
+        *_figures(ratios(samples, "auto", "unmoved"), paces, told, quiet),
+        figure(
+            "auto-decide",
+            "price of one decision for the model, in a thread beside the tokens: nothing is slow, or one stage is",
+            deciding_ms(Path(plan.model)),
+            unit="ms",
+        ),
+    ]
 
 
 def _pace(real: Arm, tokens: int) -> float:
@@ -59,7 +71,6 @@ def _rate(ring: Arm) -> float:
 
 def _figures(gains: list[float], paces: list[float], told: dict[str, Any], quiet: dict[str, Any]) -> list[Figure]:
     best, moves = ideal(paces), told["moves"]
-    deciding = [float(ms) for ms in (*told["deciding_ms"], *quiet["deciding_ms"])]
     words = ", ".join(f"{count} after window {number}" for number, _, count in moves) or "none"
     found = [
         figure(
@@ -83,9 +94,32 @@ def _figures(gains: list[float], paces: list[float], told: dict[str, Any], quiet
             goal=Goal("<=", 0),
         )
     )
-    if deciding:
-        found.append(figure("auto-decide", "price of one decision, beside the tokens", deciding, unit="ms"))
     return found
+
+
+def deciding_ms(model: Path, calls: int = 10) -> list[float]:
+    """Milliseconds of the policy's step at the end of a window, for a ring of three of this model.
+
+    Every other call finds the first stage slow, and weighs what to move.
+    """
+    from splitlm.model.load import ModelFiles
+    from splitlm.node.auto import assumed
+    from splitlm.node.settings import RingSettings, choose_cut
+
+    settings, files = RingSettings(str(model), model, stages=STAGES), ModelFiles(model)
+    cut = choose_cut(files, settings)
+    ring = assumed(settings, files, cut)
+    plain = predict(ring, cut).compute_ms
+    even = policy.Observation(compute_ms=plain)
+    slow = policy.Observation(compute_ms=(SLOWDOWN * plain[0], *plain[1:]))
+    took = []
+    for call in range(calls):
+        window = slow if call % 2 else even
+        state = policy.State(windows=(window,) * policy.HISTORY)
+        began = time.perf_counter()
+        policy.decide(state, ring, cut, window, horizon=HORIZON)
+        took.append((time.perf_counter() - began) * 1e3)
+    return took
 
 
 def ideal(paces: list[float]) -> float:

@@ -76,7 +76,6 @@ class RingWork:
             "ended": len(ended),
             "moves": [[b.number, b.outcome.decision.kind, len(b.moves)] for b in ended if b.moves],
             "cuts": list(self._ring.cut.boundaries),
-            "deciding_ms": [],
         }
 
     def finish(self) -> dict[str, Any]:

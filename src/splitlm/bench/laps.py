@@ -94,21 +94,24 @@ def generation(laps: Sequence[Lap], window: int) -> Generation:
 
 
 def moves(records: Sequence[Record], window: int) -> list[Move]:
-    """The moves of sessions that had noop barriers too, in order."""
+    """The moves, in order; none of a run without a noop barrier.
+
+    What a barrier adds to an ordinary lap is a difference within its session, so the machine's speed at the time is
+    out of it, and what noop barriers add may be pooled over sessions.
+    """
     sides: dict[int, list[Migration]] = defaultdict(list)
     for record in records:
         if isinstance(record, Migration):
             sides[record.epoch].append(record)
-    return [
-        _move(made, epoch, sides[epoch])
-        for made in generations(records, window)
-        if made.noops
-        for epoch in sorted(made.moves)
-    ]
+    all_made = generations(records, window)
+    gaps = [ms - made.ordinary for made in all_made for ms in made.noops]
+    if not gaps:
+        return []
+    return [_move(made, epoch, sides[epoch], median(gaps)) for made in all_made for epoch in sorted(made.moves)]
 
 
-def _move(made: Generation, epoch: int, sides: Sequence[Migration]) -> Move:
-    noop, ms = median(made.noops), made.moves[epoch]
+def _move(made: Generation, epoch: int, sides: Sequence[Migration], noop_gap: float) -> Move:
+    noop, ms = made.ordinary + noop_gap, made.moves[epoch]
     loading = max((staging_ms(side) for side in sides), default=0.0)
     # The announcement follows the barrier that the first lap contains; one lap more, for the way there and back.
     during = made.staging[epoch][: 1 + math.ceil(loading / made.ordinary)]
@@ -129,12 +132,12 @@ def staging_ms(side: Migration) -> float:
     return (side.weight_construct_ms or 0.0) + (side.weight_read_ms or 0.0) + (side.pack_ms or 0.0)
 
 
-def protocol(records: Iterable[Record]) -> tuple[list[float], list[float]]:
-    """Milliseconds of every noop barrier, the protocol alone: on the stages, and on the head without its drain."""
+def protocol(records: Iterable[Record], decision: str = "noop") -> tuple[list[float], list[float]]:
+    """Milliseconds of every barrier of this kind, the protocol alone: on the stages; on the head, without its drain."""
     stages: list[float] = []
     head: list[float] = []
     for record in records:
-        if isinstance(record, Window) and record.decision == "noop" and not record.aborted:
+        if isinstance(record, Window) and record.decision == decision and not record.aborted:
             if record.node:
                 stages.append(record.barrier_ms)
             else:

@@ -14,9 +14,9 @@ from splitlm.bench.figure import Figure, Goal, figure
 from splitlm.bench.turns import interleave
 from splitlm.bench.windows import WINDOW, windows
 from splitlm.core.errors import SplitlmError
-from splitlm.telemetry.record import Migration
+from splitlm.telemetry.record import Migration, Record
 
-PROMPT, AT, WINDOWS = 14, 5, 6
+PROMPT, AT, WINDOWS = 54, 3, 4
 """Tokens of a prompt, the boundary of a generation at which a block moves, and its boundaries in all."""
 HELD = PROMPT + AT * WINDOW - 1
 """Tokens that the ring holds by then: 113."""
@@ -44,8 +44,14 @@ def shift(plan: Plan) -> list[Figure]:
         interleave({name: _turn(ring) for name, ring in rings.items()}, plan.repetitions, plan.say)
         for ring in rings.values():
             ring.run("finish")
-    found = {name: counted(laps.moves(laps.read(folder), WINDOW), folder) for name, folder in folders.items()}
-    return [*_gaps(found["background"], found["stop"]), *_costs(found["background"])]
+    read = {name: laps.read(folder) for name, folder in folders.items()}
+    found = {name: counted(laps.moves(read[name], WINDOW), folder) for name, folder in folders.items()}
+    return [
+        *_gaps(found["background"], found["stop"]),
+        _stands(read["background"], "shift-barrier", "the part of it that is the barrier's, drain and laps left out"),
+        _stands(read["stop"], "stop-and-copy-barrier", "the same, when all is brought while the ring stands"),
+        *_costs(found["background"]),
+    ]
 
 
 def _turn(ring: Arm) -> Callable[[], float]:
@@ -99,6 +105,14 @@ def _gaps(moved: Sequence[laps.Move], stopped: Sequence[laps.Move]) -> list[Figu
             note=f"{median(m.lost_ms for m in moved):.2f} ms lost per move",
         ),
     ]
+
+
+def _stands(records: Sequence[Record], name: str, text: str) -> Figure:
+    """How much longer barriers with a move take than the median of those without, on the head."""
+    _, noops = laps.protocol(records)
+    _, moved = laps.protocol(records, "forced-shift")
+    note = f"a noop barrier takes {median(noops):.2f} ms here"
+    return figure(name, text, [ms - median(noops) for ms in moved[len(PAIR) :]], unit="ms", note=note)
 
 
 def _costs(moved: Sequence[laps.Move]) -> list[Figure]:
