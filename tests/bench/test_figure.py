@@ -53,7 +53,7 @@ def test_turns_alternate_after_one_that_does_not_count() -> None:
 
 def test_numbers_keep_three_digits() -> None:
     """Wide enough to compare, narrow enough to read."""
-    assert [number(v) for v in (0.9512, 1.0, 12.345, 123.4, 0.0093)] == ["0.951", "1", "12.3", "123", "0.009"]
+    assert [number(v) for v in (0.9512, 1.0, 12.345, 123.4, 0.0093, 0)] == ["0.951", "1", "12.3", "123", "0.009", "0"]
 
 
 def _result() -> Result:

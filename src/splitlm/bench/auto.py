@@ -84,13 +84,20 @@ def _figures(gains: list[float], paces: list[float], told: dict[str, Any], quiet
     ]
     if moves:
         found.append(
-            figure("auto-window", "window after which the first blocks moved", [moves[0][0]], goal=Goal("<=", IN_TIME))
+            figure(
+                "auto-window",
+                "the window after which blocks moved first",
+                [moves[0][0]],
+                unit="",
+                goal=Goal("<=", IN_TIME),
+            )
         )
     found.append(
         figure(
             "auto-quiet",
             f"moves in {quiet['ended']} windows where no stage is slow",
             [len(quiet["moves"])],
+            unit="",
             goal=Goal("<=", 0),
         )
     )

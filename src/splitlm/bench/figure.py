@@ -31,7 +31,7 @@ class Figure(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         name: short and stable, such as ``stream``.
         text: what was divided by what.
-        unit: ``×`` for a ratio, ``ms`` for a time, ``%`` for a share.
+        unit: ``×`` for a ratio, ``ms`` for a time, ``%`` for a share, empty for a count.
         value: median over the repetitions.
         low: the least value seen.
         high: the largest value seen.
@@ -90,6 +90,8 @@ def ratios(samples: Mapping[str, Sequence[float]], over: str, under: str) -> lis
 
 def number(value: float) -> str:
     """Three significant digits, without an exponent."""
+    if value == 0:
+        return "0"
     return f"{value:.0f}" if abs(value) >= 100 else f"{value:.3g}" if abs(value) >= 1 else f"{value:.3f}"
 
 
@@ -103,7 +105,7 @@ def table(figures: Sequence[Figure]) -> str:
     rows += [
         (
             f.name,
-            f"{number(f.value)} {f.unit}",
+            f"{number(f.value)} {f.unit}".rstrip(),
             f"{number(f.low)}–{number(f.high)}",
             str(f.count),
             str(f.goal or "—"),
@@ -126,7 +128,7 @@ def markdown(figures: Sequence[Figure]) -> str:
     """Figures as a Markdown table."""
     lines = ["| figure | median (min–max) | goal | |", "|---|---|---|---|"]
     lines += [
-        f"| {f.text} | {number(f.value)} {f.unit} ({number(f.low)}–{number(f.high)}) "
+        f"| {f.text} | {f'{number(f.value)} {f.unit}'.rstrip()} ({number(f.low)}–{number(f.high)}) "
         f"| {f.goal or '—'} | {_verdict(f.reached)} |"
         for f in figures
     ]
