@@ -11,12 +11,13 @@ from pathlib import Path
 
 import pytest
 
-from splitlm.bench import laps
+from splitlm.bench import auto, laps
 from splitlm.bench.arm import Arm
 from splitlm.bench.comparison import measure
 from splitlm.bench.migrate import HELD
 from splitlm.bench.publish import load
 from splitlm.bench.ring import COMPARISONS
+from splitlm.bench.windows import WINDOW
 from splitlm.core.errors import SplitlmError, UsageError
 from splitlm.model import toy
 from splitlm.telemetry.record import Migration
@@ -83,6 +84,18 @@ def test_bench_migrate(tmp_path: Path) -> None:
     assert figures["kv-barrier"].value * 1024 >= row and figures["kv-background"].value * 1024 >= 93 * row
     stopped = [r for r in laps.read(tmp_path / "run" / "stop-and-copy") if isinstance(r, Migration)]
     assert len(stopped) == 8 and not any(r.background_bytes for r in stopped)
+
+
+@pytest.mark.slow
+def test_bench_auto(tiny: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks leave the slow stage and it pays; where none is slow, a few windows move nothing."""
+    monkeypatch.setattr(auto, "QUIET", 1)
+    monkeypatch.setattr(auto, "LONGEST", 2 * WINDOW)
+    figures = {f.name: f for f in measure({"auto": auto.auto}, str(tiny("llama")), ["auto"], tokens=8, repetitions=1)}
+    assert list(figures) == ["auto", "auto-window", "auto-quiet", "auto-decide"]
+    assert figures["auto"].value > 1.1
+    assert figures["auto-window"].value >= 3 and figures["auto-quiet"].value == 0
+    assert figures["auto-decide"].value > 0
 
 
 def test_unknown_comparisons_are_named() -> None:
