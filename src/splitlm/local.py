@@ -12,12 +12,11 @@ from __future__ import annotations
 
 import asyncio
 import functools
-import queue
 import secrets
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import CancelledError, Future
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -27,7 +26,7 @@ import torch
 
 from splitlm.coordinator.coordinator import CTRL_TIMEOUT_S
 from splitlm.core.cut import Cut
-from splitlm.core.errors import NetworkError, SplitlmError, UsageError
+from splitlm.core.errors import SplitlmError, UsageError
 from splitlm.core.sampling import FinishReason, Sampling
 from splitlm.core.shifts import Shift
 from splitlm.infer.head import Head
@@ -336,27 +335,9 @@ class Ring:
         text = TextStream(codec, ids, stop)
         eos = frozenset() if ignore_eos else codec.eos_ids
         request = Request(tuple(ids), max_new_tokens, sampling or Sampling(), eos, logits=logits, accept=text.accept)
-        out: queue.SimpleQueue[TokenOut | BaseException | None] = queue.SimpleQueue()
-
-        async def pump() -> None:
-            try:
-                async for item in head.generate(request):
-                    out.put(item)
-                out.put(None)
-            except asyncio.CancelledError:
-                out.put(NetworkError("The ring was closed"))
-                raise
-            except BaseException as error:  # noqa: BLE001 - handed to the thread that iterates
-                out.put(error)
-
-        job = thread.submit(pump())
-        try:
-            finish: FinishReason | None = None
-            while (item := out.get()) is not None:
-                if isinstance(item, BaseException):
-                    raise item
+        finish: FinishReason | None = None
+        with closing(thread.iterate(head.generate(request))) as items:
+            for item in items:
                 finish = item.finish
                 yield item, text.text(item)
-            yield None, text.rest(finish)
-        finally:
-            job.cancel()
+        yield None, text.rest(finish)

@@ -333,6 +333,7 @@ def test_figures_are_exact_and_say_what_left_in_the_background(gemma: Path) -> N
             row = 2 * 2 * 16 * 4
             assert sides["receiver"].kv_bytes == 41 * row and sides["receiver"].kv_tokens == 41
             assert sides["donor"].kv_bytes == 41 * row and sides["donor"].background_bytes == 40 * row
+            assert sides["receiver"].cached is not False, "it was read a moment ago"
             assert sides["receiver"].read_ms > 0 < sides["donor"].pack_ms
             three.feed(1, [6])
             back = shift(new, 2, 1)

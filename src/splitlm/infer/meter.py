@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from statistics import median
@@ -15,6 +16,8 @@ from splitlm.telemetry.record import Step as StepRecord
 from splitlm.telemetry.sinks import Sink
 
 MIB = 2**20
+KEPT = 1000
+"""Steps of a window whose times are remembered, where nobody asks for them."""
 
 
 @dataclass
@@ -46,7 +49,7 @@ class Meter:
     totals: Totals = field(default_factory=Totals)
     decode: Totals = field(default_factory=Totals)
     last_end_ns: int = 0
-    _window: dict[int, list[float]] = field(default_factory=dict)
+    _window: dict[int, deque[float]] = field(default_factory=dict)
     _last_ns: int = 0
     _waiting: list[tuple[int, Callable[[int], None]]] = field(default_factory=list)
 
@@ -83,7 +86,7 @@ class Meter:
                 tell(step.start_ns)
         self.last_end_ns = step.end_ns
         if not prefill:
-            self._window.setdefault(segment or 0, []).append((step.end_ns - step.start_ns) / 1e6)
+            self._window.setdefault(segment or 0, deque(maxlen=KEPT)).append((step.end_ns - step.start_ns) / 1e6)
         free_ns = self._last_ns or arrived_ns
         self._last_ns = sent_ns
         wait = max(0, arrived_ns - free_ns) / 1e6

@@ -16,7 +16,8 @@ class Costs:
         epoch: that the move brings.
         blocks: that move.
         construct_ms: receiver: building modules without weights, on the loader thread.
-        read_ms: receiver: reading their tensors (from the page cache or the disk: the time does not say which).
+        read_ms: receiver: reading their tensors.
+        cached: receiver: whether they were in the page cache before; None where the system does not say.
         kv_bytes: receiver: KV installed, exactly that of the rows which the windows keep. Donor: KV sent, rows included
             that a sliding window dropped later.
         kv_tokens: rows that moved, over sessions and blocks.
@@ -32,6 +33,7 @@ class Costs:
     blocks: list[int] = field(default_factory=list)
     construct_ms: float = 0.0
     read_ms: float = 0.0
+    cached: bool | None = None
     kv_bytes: int = 0
     kv_tokens: int = 0
     kv_ms: float = 0.0

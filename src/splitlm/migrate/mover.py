@@ -162,7 +162,8 @@ class Mover:
         if old is not None and old.cut == cut:  # what was built is as good for this one
             change.blocks.update(old.blocks)
             for source, costs in old.taken.items():
-                change.taken[source].construct_ms, change.taken[source].read_ms = costs.construct_ms, costs.read_ms
+                taken = change.taken[source]
+                taken.construct_ms, taken.read_ms, taken.cached = costs.construct_ms, costs.read_ms, costs.cached
         return change
 
     async def _give_up(self) -> None:
@@ -174,6 +175,8 @@ class Mover:
 
     def _build(self, block: int, costs: Costs) -> nn.Module:
         timings: dict[str, float] = {}
+        warm = self._files.in_page_cache(block)
+        costs.cached = warm if costs.cached is None or warm is None else costs.cached and warm
         (module,) = self._files.load_blocks([block], timings)
         costs.construct_ms += timings["construct"]
         costs.read_ms += timings["read"]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -123,6 +124,19 @@ class CheckpointIndex:
         if tensor.numel():
             read_into(entry.path, entry.begin, tensor.view(-1).view(torch.uint8).numpy().data)
         return tensor if dtype is None or dtype == entry.dtype else tensor.to(dtype)
+
+    def cached(self, key: str) -> bool | None:
+        """Whether the end of a tensor is in the page cache, so that reading it needs no disk; None: not to be told."""
+        entry = self.entry(key)
+        if not hasattr(os, "RWF_NOWAIT") or entry.begin == entry.end:
+            return None
+        try:
+            with entry.path.open("rb") as file:
+                return os.preadv(file.fileno(), [bytearray(1)], entry.end - 1, os.RWF_NOWAIT) == 1
+        except BlockingIOError:
+            return False
+        except OSError:
+            return None
 
     def same_content(self, one: str, other: str) -> bool:
         """Whether two tensors are equal byte for byte; read a MiB at a time, and kept nowhere."""

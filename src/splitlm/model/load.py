@@ -211,6 +211,12 @@ class ModelFiles:
             part.module.requires_grad_(False)
         return parts
 
+    def in_page_cache(self, block: int) -> bool | None:
+        """Whether a block's tensors can be read without the disk; None where the system does not say."""
+        prefix = self.key(self.family.block_prefix(block))
+        found = [self.index.cached(key) for key in self.index.entries if key.startswith(prefix)]
+        return None if not found or None in found else all(found)
+
     def load_blocks(self, indices: Sequence[int], timings: dict[str, float] | None = None) -> list[nn.Module]:
         """Blocks of the model, each built afresh, weights loaded; nothing here keeps them alive.
 

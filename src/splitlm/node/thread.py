@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import queue
 import threading
-from collections.abc import Coroutine
+from collections.abc import AsyncIterator, Coroutine, Generator
 from concurrent.futures import CancelledError, Future
 from typing import Any, TypeVar
 
@@ -57,6 +58,34 @@ class LoopThread:
             return self.submit(work).result()
         except CancelledError:
             raise not_open() from None
+
+    def iterate(self, items: AsyncIterator[T]) -> Generator[T, None, None]:
+        """What an iterator of the loop gives, in the calling thread; leaving early cancels it. Its errors are raised.
+
+        Raises:
+            NetworkError: the loop was closed in the middle.
+        """
+        out: queue.SimpleQueue[tuple[T] | BaseException | None] = queue.SimpleQueue()
+
+        async def pump() -> None:
+            try:
+                async for item in items:
+                    out.put((item,))
+                out.put(None)
+            except asyncio.CancelledError:
+                out.put(NetworkError("The ring was closed"))
+                raise
+            except BaseException as error:  # noqa: BLE001 - handed to the thread that iterates
+                out.put(error)
+
+        job = self.submit(pump())
+        try:
+            while (item := out.get()) is not None:
+                if isinstance(item, BaseException):
+                    raise item
+                yield item[0]
+        finally:
+            job.cancel()
 
     def close(self) -> None:
         """Cancel what runs, end the loop and the thread; safe to call twice."""
