@@ -21,6 +21,7 @@ from splitlm.model.load import ModelFiles
 from splitlm.model.uncut import Uncut
 from splitlm.telemetry.record import Session, StageMeta, Step
 from splitlm.telemetry.sinks import read_trace
+from splitlm.telemetry.summary import lap_errors
 from splitlm.wire.frame import Header, Hidden, Open, Token
 from tests.infer.rig import ring as memory_ring
 from tests.parity.chain import long_prompt
@@ -109,6 +110,13 @@ def test_each_of_four_sessions_gives_what_it_gives_alone(ran: Ran) -> None:
     for prompt, made in zip(PROMPTS, ran.together, strict=True):
         assert made.tokens == uncut(ran.folder, prompt, NEW)
         assert made.prompt_tokens == len(prompt)
+
+
+def test_the_parts_of_a_lap_add_up_to_it_on_every_stage(ran: Ran) -> None:
+    """1.4: with one session, recv_wait + queue + compute + send of each stage is the head's lap, within 5 %."""
+    errors = lap_errors([step for step in ran.steps if step.session == 1])
+    assert sorted(errors) == [0, 1, 2]
+    assert max(errors.values()) < 0.05, errors
 
 
 def test_stages_are_simulated_devices(ran: Ran) -> None:

@@ -127,10 +127,11 @@ def hop_times(steps: Iterable[Step]) -> dict[tuple[int, int], list[float]]:
 
 
 def lap_errors(steps: Iterable[Step]) -> dict[int, float]:
-    """How far each node's own account of a lap is from the head's, as a share of it: the median over laps, by node.
+    """How far each node's own account of its laps is from the head's, as a share of it, by node.
 
-    Per lap ``|recv_wait + queue + compute + send − tpot| / tpot``, where a node that holds two segments adds both.
-    Meaningful with one session at a time: with more, a stage serves several within one lap.
+    Over a session's laps together, ``|Σ(recv_wait + queue + compute + send) − Σ tpot| / Σ tpot``, where a node that
+    holds two segments adds both: one lap's wait may be counted with its neighbour's, but nothing may be missing. The
+    median over sessions. Meaningful with one session at a time: with more, a stage serves several within one lap.
     """
     sums: dict[tuple[int, int], dict[int, float]] = defaultdict(lambda: defaultdict(float))
     laps: dict[tuple[int, int], float] = {}
@@ -139,10 +140,15 @@ def lap_errors(steps: Iterable[Step]) -> dict[int, float]:
         sums[key][step.node] += step.recv_wait_ms + step.queue_ms + step.compute_ms + step.send_ms
         if step.tpot_ms:
             laps[key] = step.tpot_ms
+    told: dict[int, float] = defaultdict(float)
+    own: dict[tuple[int, int], float] = defaultdict(float)
+    for (session, position), tpot in laps.items():
+        told[session] += tpot
+        for node, total in sums[session, position].items():
+            own[node, session] += total
     errors: dict[int, list[float]] = defaultdict(list)
-    for key, tpot in laps.items():
-        for node, total in sums[key].items():
-            errors[node].append(abs(total - tpot) / tpot)
+    for (node, session), total in own.items():
+        errors[node].append(abs(total - told[session]) / told[session])
     return {node: median(values) for node, values in sorted(errors.items())}
 
 
