@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -176,6 +177,167 @@ def test_results_are_not_kept_alive() -> None:
     gc.collect()
     assert made[0]() is None
     runner.close()
+
+
+class Lines:
+    """A source: single bytes from a socket."""
+
+    def __init__(self) -> None:
+        self.there, self.here = socket.socketpair()
+        self.here.setblocking(False)
+        self.reads = 0
+        self.wake: Callable[[], None] = lambda: None
+        self.hidden = False
+
+    def fileno(self) -> int:
+        return -1 if self.hidden else self.here.fileno()
+
+    def attach(self, wake: Callable[[], None]) -> None:
+        self.wake = wake
+
+    def read(self) -> bytes | None:
+        self.reads += 1
+        if self.hidden:
+            return None
+        try:
+            data = self.here.recv(1)
+        except BlockingIOError:
+            return None
+        if not data:
+            raise SplitlmError("the end")
+        return data
+
+    def close(self) -> None:
+        self.there.close()
+        self.here.close()
+
+
+@pytest.fixture
+def lines() -> Iterator[Lines]:
+    source = Lines()
+    yield source
+    source.close()
+
+
+def test_items_are_taken_in_order_on_the_compute_thread_until_one_gives_something(lines: Lines) -> None:
+    runner = Runner()
+    seen: list[bytes] = []
+    idents: set[int] = set()
+
+    def take(item: bytes) -> str | None:
+        seen.append(item)
+        idents.add(threading.get_ident())
+        return "done" if item == b"." else None
+
+    async def main() -> None:
+        lines.there.send(b"ab.cd.")
+        assert await asyncio.wait_for(runner.listen(lines, take), 10) == "done"
+        assert seen == [b"a", b"b", b"."]
+        assert await runner.run(threading.get_ident) in idents
+        assert seen == [b"a", b"b", b"."]  # nothing is taken while nobody listens
+        assert await asyncio.wait_for(runner.listen(lines, take), 10) == "done"
+
+    asyncio.run(main())
+    runner.close()
+    assert b"".join(seen) == b"ab.cd." and len(idents) == 1
+
+
+def test_jobs_go_first_and_the_thread_does_not_spin(lines: Lines) -> None:
+    runner = Runner()
+    order: list[object] = []
+    go_on = threading.Event()
+
+    def take(item: bytes) -> bytes | None:
+        order.append(item)
+        return item if item == b"." else None
+
+    async def main() -> None:
+        listening = asyncio.ensure_future(runner.listen(lines, take))
+        for i in range(3):  # each finds the thread waiting for its source
+            await asyncio.wait_for(runner.run(order.append, i), 10)
+        await asyncio.sleep(0.05)
+        assert lines.reads < 20
+        slow = asyncio.ensure_future(runner.run(go_on.wait, 10))
+        await asyncio.sleep(0.01)
+        lines.there.send(b".")
+        late = asyncio.ensure_future(runner.run(order.append, "job"))
+        await asyncio.sleep(0)
+        go_on.set()
+        await asyncio.wait_for(asyncio.gather(slow, late, listening), 10)
+
+    asyncio.run(main())
+    runner.close()
+    assert order == [0, 1, 2, "job", b"."]
+
+
+def test_a_source_that_cannot_be_waited_for_wakes_the_thread_itself(lines: Lines) -> None:
+    runner = Runner()
+
+    async def main() -> None:
+        lines.hidden = True
+        lines.there.send(b"x")
+        listening = asyncio.ensure_future(runner.listen(lines, bytes))
+        await runner.run(int)
+        await asyncio.sleep(0.05)
+        assert lines.reads < 20 and not listening.done()
+        lines.hidden = False
+        lines.wake()
+        assert await asyncio.wait_for(listening, 10) == b"x"
+
+    asyncio.run(main())
+    runner.close()
+
+
+def test_the_end_of_a_source_and_an_error_in_taking_reach_the_listener(lines: Lines) -> None:
+    runner = Runner()
+
+    async def main() -> None:
+        lines.there.send(b"x")
+        with pytest.raises(ZeroDivisionError):
+            await asyncio.wait_for(runner.listen(lines, lambda item: 1 / (len(item) - 1)), 10)
+        listening = asyncio.ensure_future(runner.listen(lines, bytes))
+        await runner.run(int)
+        lines.there.close()  # while the thread waits
+        with pytest.raises(SplitlmError, match="the end"):
+            await asyncio.wait_for(listening, 10)
+        assert await runner.run(lambda: 7) == 7
+
+    asyncio.run(main())
+    runner.close()
+
+
+def test_a_cancelled_listener_takes_nothing_more(lines: Lines) -> None:
+    runner = Runner()
+    seen: list[bytes] = []
+
+    async def main() -> None:
+        listening = asyncio.ensure_future(runner.listen(lines, seen.append))
+        await runner.run(int)
+        listening.cancel()
+        await asyncio.wait({listening})
+        lines.there.send(b"x")
+        await runner.run(int)
+        assert seen == []
+        assert await asyncio.wait_for(runner.listen(lines, bytes), 10) == b"x"
+
+    asyncio.run(main())
+    runner.close()
+
+
+def test_closing_fails_the_listener_and_wakes_the_thread(lines: Lines) -> None:
+    runner = Runner()
+
+    async def main() -> None:
+        listening = asyncio.ensure_future(runner.listen(lines, bytes))
+        await runner.run(int)
+        await asyncio.to_thread(runner.close, 10)
+        with pytest.raises(SplitlmError, match="closed before"):
+            await asyncio.wait_for(listening, 10)
+        with pytest.raises(SplitlmError, match="closed before"):
+            await runner.listen(lines, bytes)
+
+    asyncio.run(main())
+    assert not runner._thread.is_alive()
 
 
 def _raise(error: BaseException) -> None:

@@ -9,34 +9,22 @@ import asyncio
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable
-from dataclasses import dataclass
 
-import msgspec
 import torch
 
 from splitlm.core.errors import ProtocolError, SplitlmError
 from splitlm.core.groups import first_error
 from splitlm.infer.gate import Gate
 from splitlm.infer.meter import Meter
-from splitlm.infer.relay import Relay, Step
+from splitlm.infer.relay import Relay
 from splitlm.infer.request import Request, TokenOut
 from splitlm.infer.schedule import Schedule, chunks
-from splitlm.infer.session import Lap, Session
-from splitlm.model import payload
+from splitlm.infer.session import Lap, Sent, Session, logits_of
 from splitlm.model.runner import Runner
 from splitlm.wire.channel import Channel
 from splitlm.wire.frame import Buffer, Close, Fence, Frame, Header, Hidden, Open, Token
 
 BACKLOG_FRAMES = 2
-
-
-@dataclass(frozen=True)
-class _Sent:
-    """A step of the first segment; if its frame was sent already, when that was (ns), and its bytes."""
-
-    step: Step
-    when_ns: int = 0
-    nbytes: int = 0
 
 
 class Head:
@@ -160,11 +148,7 @@ class Head:
         session = Session(number, request, time.monotonic_ns(), deque(parts))
         session.arrived_ns = session.asked_ns
         self._sessions[number] = session
-        opened = Open(session=number, context=self._context, sampling=request.sampling, logits=request.logits)
-        first, sampler = Frame(opened), Frame(opened)
-        if request.sampling.needs_history:
-            spec, view = payload.dump(torch.tensor(request.prompt, dtype=torch.int64))
-            sampler = Frame(msgspec.structs.replace(opened, tensors=(spec,)), (view,))
+        first, sampler = session.opening(self._context)
         if self._tail is not None:
             # The tail is here, so the prompt does not have to leave this machine for its sampler's sake.
             self._housekeeping.append((self._tail, sampler))
@@ -212,7 +196,7 @@ class Head:
                     segment=self._last_segment,
                 )
                 self._meter.write(record)
-            self._take(_Sent(step))
+            self._take(Sent(step))
             return True
         if self._housekeeping and not self._gate.shut:
             relay, frame = self._housekeeping.popleft()
@@ -228,7 +212,7 @@ class Head:
         if turn is None:
             return False
         session = self._sessions[turn.session]
-        frame = self._input(session)
+        frame = session.feed(self._first.epoch)
         arrived = session.arrived_ns
         lap = Lap(arrived, turn.prefill, session.bytes_in)
         more = bool(session.chunks)
@@ -241,33 +225,21 @@ class Head:
         self._take(done, lap)
         return True
 
-    async def _run(self, frame: Frame) -> _Sent:
+    async def _run(self, frame: Frame) -> Sent:
         """One frame through the first segment; what comes of it is sent at once where nothing waits to be sent."""
         return await self._runner.run(self._step, frame, self._outbox.empty() and not self._sending)
 
-    def _step(self, frame: Frame, free: bool) -> _Sent:
+    def _step(self, frame: Frame, free: bool) -> Sent:
         """Runs on the compute thread, which saves the frame the way through the loop."""
-        step, outbound = self._first.handle(frame), self._outbound
+        step, outbound = self._first.advance(frame), self._outbound
+        when_ns = size = 0
         if free and outbound is not None and step.header is not None and not isinstance(step.header, Token):
             before = outbound.bytes_out
             if outbound.send_now(step.header, step.tensors):
-                return _Sent(step, time.monotonic_ns(), outbound.bytes_out - before)
-        return _Sent(step)
+                when_ns, size = time.monotonic_ns(), outbound.bytes_out - before
+        return Sent(self._first.weigh(step), when_ns, size)
 
-    def _input(self, session: Session) -> Frame:
-        """The next rows of a session: a chunk of its prompt, or its newest token."""
-        if session.chunks:
-            begin, end = session.chunks.popleft()
-            ids, position, sample = list(session.request.prompt[begin:end]), begin, not session.chunks
-        else:
-            ids, position, sample = session.tokens[-1:], session.position, True
-        spec, view = payload.dump(torch.tensor([ids], dtype=torch.int64))
-        header = Hidden(
-            session=session.number, epoch=self._first.epoch, position=position, sample=sample, tensors=(spec,)
-        )
-        return Frame(header, (view,))
-
-    def _take(self, done: _Sent, lap: Lap | None = None) -> None:
+    def _take(self, done: Sent, lap: Lap | None = None) -> None:
         """What a relay of ours gave: a token for us, a frame for the next node, or nothing."""
         step = done.step
         if lap is not None:
@@ -318,7 +290,7 @@ class Head:
             frame = await inbound.receive()
             match frame.header:
                 case Token() as token:
-                    logits = self._logits(frame)
+                    logits = logits_of(frame, self._first.stage.vocab)
                     size, when = frame.nbytes, frame.received_ns
                     frame.release()
                     self._accept(token, logits, when, size)
@@ -334,18 +306,6 @@ class Head:
                     raise ProtocolError(
                         f"A {type(other).__name__} frame came home", where=inbound.peer, expected="Token"
                     )
-
-    def _logits(self, frame: Frame) -> torch.Tensor | None:
-        """A copy of the logits that came beside a token, if any did."""
-        if not frame.tensors:
-            return None
-        logits = payload.load(frame.header.tensors[0], frame.tensors[0])
-        if logits.dtype != torch.float32 or logits.shape != (self._first.stage.vocab,):
-            raise ProtocolError(
-                f"Logits of shape {list(logits.shape)} and type {logits.dtype} came with a token",
-                expected=f"[{self._first.stage.vocab}] torch.float32",
-            )
-        return logits.clone()
 
     def _accept(self, header: Token, logits: torch.Tensor | None, when_ns: int, size: int) -> None:
         """A token came home: end the session or start its next lap."""

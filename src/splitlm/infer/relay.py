@@ -15,7 +15,7 @@ from splitlm.model.stage import Stage
 from splitlm.wire.frame import Buffer, Close, Fence, Frame, Header, Hidden, Open, Token
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class Step:
     """What came of one frame, and what it cost.
 
@@ -60,7 +60,17 @@ class Relay:
         self._decoding: set[int] = set()
 
     def handle(self, frame: Frame) -> Step:
-        """Take one frame. Runs on the compute thread; the frame may be released afterwards.
+        """Take one frame. Runs on the compute thread; the frame may be released afterwards. Raises as ``advance``."""
+        return self.weigh(self.advance(frame))
+
+    def weigh(self, step: Step) -> Step:
+        """Add to a step of this relay what only records want to know: the next stage need not wait for it."""
+        if step.rows:
+            step.kv_bytes = self.stage.kv_bytes(step.session)
+        return step
+
+    def advance(self, frame: Frame) -> Step:
+        """``handle`` without ``weigh``.
 
         Raises:
             ProtocolError: a frame that has no place here: of another epoch, for a session not open, of wrong shape.
@@ -157,8 +167,7 @@ class Relay:
         if header.sample:
             self._decoding.add(session)
         end = time.monotonic_ns()
-        kv = self.stage.kv_bytes(session)
-        return Step(onward, tensors, start, end, session, header.position, rows, kv, prefill, logits)
+        return Step(onward, tensors, start, end, session, header.position, rows, 0, prefill, logits)
 
 
 def _tensor(frame: Frame) -> torch.Tensor:

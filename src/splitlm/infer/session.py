@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+from array import array
 from collections import deque
 from dataclasses import dataclass, field
 
+import msgspec
+import torch
+
+from splitlm.core.errors import ProtocolError
 from splitlm.core.sampling import FinishReason
 from splitlm.infer.relay import Step
 from splitlm.infer.request import Request, TokenOut
+from splitlm.model import payload
 from splitlm.telemetry.record import Session as SessionRecord
 from splitlm.telemetry.record import Step as StepRecord
 from splitlm.telemetry.summary import percentile
+from splitlm.wire.frame import Frame, Hidden, Open, Spec
 
 
 @dataclass
@@ -32,6 +39,15 @@ class Lap:
     record: StepRecord | None = None
     tpot_ms: float | None = None
     ttft_ms: float | None = None
+
+
+@dataclass(frozen=True)
+class Sent:
+    """A step of the first segment; if its frame was sent already, when that was (ns), and its bytes."""
+
+    step: Step
+    when_ns: int = 0
+    nbytes: int = 0
 
 
 @dataclass
@@ -66,6 +82,27 @@ class Session:
         """Place of the newest token in the sequence."""
         return len(self.request.prompt) + len(self.tokens) - 1
 
+    def opening(self, context: int) -> tuple[Frame, Frame]:
+        """The frame that opens this session, and the one for the stage that samples: it may need the prompt's ids."""
+        request = self.request
+        opened = Open(session=self.number, context=context, sampling=request.sampling, logits=request.logits)
+        if not request.sampling.needs_history:
+            return Frame(opened), Frame(opened)
+        spec, view = payload.dump(torch.tensor(request.prompt, dtype=torch.int64))
+        return Frame(opened), Frame(msgspec.structs.replace(opened, tensors=(spec,)), (view,))
+
+    def feed(self, epoch: int) -> Frame:
+        """The next rows for the first segment: a chunk of the prompt, or the newest token."""
+        if self.chunks:
+            begin, end = self.chunks.popleft()
+            ids, position, sample = list(self.request.prompt[begin:end]), begin, not self.chunks
+        else:
+            ids, position, sample = self.tokens[-1:], self.position, True
+        view = memoryview(array("q", ids)).cast("B")  # as ``payload.dump`` of a tensor, which takes ten times as long
+        spec = Spec("int64", (1, len(ids)))
+        header = Hidden(session=self.number, epoch=epoch, position=position, sample=sample, tensors=(spec,))
+        return Frame(header, (view,))
+
     def ends_with(self, token: int, context: int) -> FinishReason | None:
         """Why the newest token is the last, or None."""
         request = self.request
@@ -89,3 +126,16 @@ class Session:
             tpot_p50_ms=percentile(laps, 50) if laps else None,
             tpot_p99_ms=percentile(laps, 99) if laps else None,
         )
+
+
+def logits_of(frame: Frame, vocab: int) -> torch.Tensor | None:
+    """A copy of the logits that came beside a token, if any did."""
+    if not frame.tensors:
+        return None
+    logits = payload.load(frame.header.tensors[0], frame.tensors[0])
+    if logits.dtype != torch.float32 or logits.shape != (vocab,):
+        raise ProtocolError(
+            f"Logits of shape {list(logits.shape)} and type {logits.dtype} came with a token",
+            expected=f"[{vocab}] torch.float32",
+        )
+    return logits.clone()

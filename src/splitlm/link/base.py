@@ -8,10 +8,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
+import select
+import socket
 from collections import deque
 from collections.abc import Callable, Sequence
 
-from splitlm.core.errors import NetworkError, PeerLostError, ProtocolError
+from splitlm.core.errors import NetworkError, PeerLostError, PeerRefusedError, ProtocolError
+from splitlm.link.direct import DirectReader, loss
 from splitlm.link.outbox import JOIN_BYTES, Outbox
 from splitlm.wire.decoder import READ_AHEAD, Decoder
 from splitlm.wire.frame import Buffer, Frame, Header, Refused, encode
@@ -70,6 +74,7 @@ class StreamChannel(asyncio.BufferedProtocol):
         self._paused = self._deaf = False
         self._timer: asyncio.TimerHandle | None = None
         self._in = 0
+        self._direct: DirectReader | None = None
 
     @property
     def peer(self) -> str:
@@ -102,7 +107,7 @@ class StreamChannel(asyncio.BufferedProtocol):
     @property
     def bytes_in(self) -> int:
         """Bytes received so far."""
-        return self._in
+        return self._in + (self._direct.bytes_in if self._direct else 0)
 
     @property
     def bytes_out(self) -> int:
@@ -163,8 +168,8 @@ class StreamChannel(asyncio.BufferedProtocol):
             PeerRefusedError: the peer ended the link, and said why.
             ProtocolError: the peer sent bytes that are not a frame, or a frame out of turn.
         """
-        if self._reader is not None:
-            raise RuntimeError("another task is already waiting for a frame of this channel")
+        if self._reader is not None or self._direct is not None:
+            raise RuntimeError("another task or thread is already waiting for a frame of this channel")
         if not self._queue:
             self._resume()
         while not self._queue:
@@ -179,6 +184,26 @@ class StreamChannel(asyncio.BufferedProtocol):
         if len(self._queue) <= MAX_QUEUED // 2:
             self._resume()
         return frame
+
+    def take_over(self) -> DirectReader | None:
+        """Let one thread read the socket itself, for good; None where that is not possible: then ``receive``."""
+        transport = self._transport
+        if transport is None or self.error is not None or not self.admitted or self._reader or self._direct:
+            return None
+        plain = transport.get_extra_info("socket")
+        if plain is None or transport.get_extra_info("sslcontext") is not None or transport.is_closing():
+            return None
+        if not hasattr(select, "poll"):  # what its thread would wait with
+            return None
+        self._set_reading(False)
+        self._pool.forget(self._wake)
+        sock = socket.socket(fileno=os.dup(plain.fileno()))
+        sock.setblocking(False)
+        self._direct = DirectReader(
+            sock, self._decoder, self._pool, self.peer, self._queue, self._admit, self._read_ended
+        )
+        self._queue.clear()
+        return self._direct
 
     async def close(self) -> None:
         """Flush what was accepted for sending, tell the peer, and end the stream; safe to call twice.
@@ -239,7 +264,9 @@ class StreamChannel(asyncio.BufferedProtocol):
         self._note_loss(f"was lost ({exc})" if exc else "went away")
         if self._timer is not None:
             self._timer.cancel()
-        if not self._decoder.starved:
+        if self._direct is not None:
+            self._direct.close(self.error or PeerLostError("The peer went away", where=self.peer))
+        elif not self._decoder.starved:
             self._decoder.close()
         self._pool.forget(self._wake)
         self._outbox.detach()
@@ -270,6 +297,8 @@ class StreamChannel(asyncio.BufferedProtocol):
 
     def _pump(self, *, bounded: bool = True) -> None:
         """Decode what came, as far as there is room; then pause or go on reading."""
+        if self._direct is not None and not self._deaf:
+            return
         waiting = False
         try:
             while not self._deaf and not (bounded and len(self._queue) >= MAX_QUEUED):
@@ -291,16 +320,35 @@ class StreamChannel(asyncio.BufferedProtocol):
             self._greet(self._handshake, frame)
             return
         try:
+            self._admit(frame)
+        except PeerRefusedError as error:
+            self._stop_listening(error)
+            self._hang_up()
+            return
+        self._queue.append(frame)
+        self._wake_reader()
+
+    def _admit(self, frame: Frame) -> None:
+        """Take a frame's turn into account, in the thread that reads."""
+        try:
             self._turns.step(self._peer_role, frame.header, self.peer)
         except ProtocolError:
             frame.release()
             raise
         if isinstance(frame.header, Refused):
-            self._stop_listening(refusal(frame.header, self.peer))
+            raise refusal(frame.header, self.peer)
+
+    def _read_ended(self, error: NetworkError) -> None:
+        """The thread that reads came to an end of the stream: what follows from that is the loop's."""
+        with contextlib.suppress(RuntimeError):  # the loop is closed, and the connection with it
+            self._loop.call_soon_threadsafe(self._end_reading, error)
+
+    def _end_reading(self, error: NetworkError) -> None:
+        if isinstance(error, ProtocolError):
+            self.refuse(error)
+        else:
+            self._stop_listening(error)
             self._hang_up()
-            return
-        self._queue.append(frame)
-        self._wake_reader()
 
     def _greet(self, handshake: Handshake, frame: Frame) -> None:
         reply = handshake.receive(frame.header)
@@ -345,9 +393,7 @@ class StreamChannel(asyncio.BufferedProtocol):
     def _note_loss(self, how: str) -> None:
         """Remember that the peer is gone; a reader learns it after the frames that came before."""
         if self.error is None:
-            part = self._decoder.partial_bytes
-            middle = f" in the middle of a frame, after {part} bytes of it" if part else ""
-            self.error = PeerLostError(f"The peer {how}{middle}", where=self.peer)
+            self.error = loss(how, self._decoder, self.peer)
         self._wake_reader()
 
     def _stop_listening(self, error: NetworkError) -> None:
@@ -355,7 +401,10 @@ class StreamChannel(asyncio.BufferedProtocol):
         if self.error is None:
             self.error = error
         self._deaf = True
-        self._decoder.close()
+        if self._direct is not None:
+            self._direct.close(error)
+        else:
+            self._decoder.close()
         self._set_reading(True)
         self._wake_reader()
 

@@ -79,7 +79,8 @@ class Stage:
     def _check_inputs(self, inputs: torch.Tensor) -> None:
         if self.segment.embed:
             good = inputs.dtype == torch.int64 and inputs.dim() == 2 and inputs.shape[0] == 1 and inputs.shape[1] > 0
-            if good and bool(((inputs < 0) | (inputs >= self.vocab)).any()):
+            ids = inputs.reshape(-1).tolist() if good else [0]
+            if min(ids) < 0 or max(ids) >= self.vocab:
                 raise ProtocolError(
                     "A token id is out of range", where=str(self.segment), expected=f"0 to {self.vocab - 1}"
                 )

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
+from dataclasses import dataclass
 
 from splitlm.infer.meter import Meter
 from splitlm.infer.relay import Relay, Step
@@ -11,37 +13,69 @@ from splitlm.wire.channel import Channel
 from splitlm.wire.frame import Frame, Hidden
 
 
+@dataclass(frozen=True)
+class _Done:
+    """A frame's step, and when what came of it was sent (ns); 0 where it still has to be."""
+
+    step: Step
+    sent_ns: int
+    bytes_out: int
+
+
 async def serve(runner: Runner, relay: Relay, inbound: Channel, outbound: Channel, meter: Meter) -> None:
     """Until cancelled.
+
+    Where the way in is a plain socket the compute thread reads it itself, and a small frame comes, is worked on and
+    leaves without waking another thread. What cannot leave at once goes through the loop, and no other frame is read
+    until it has left.
 
     Raises:
         NetworkError: a neighbour is gone, or sent what has no place here.
     """
+    loop = asyncio.get_running_loop()
 
-    def work(frame: Frame) -> tuple[Step, int]:
-        """On the compute thread: the step, and when its frame was sent if that was possible from there."""
-        step = relay.handle(frame)
-        if step.header is None:
-            return step, step.end_ns
-        return step, time.monotonic_ns() if outbound.send_now(step.header, step.tensors) else 0
-
-    while True:
-        frame = await inbound.receive()
+    def work(frame: Frame) -> _Done:
+        """On the compute thread: the step, its frame sent if that is possible from there."""
         before = outbound.bytes_out
-        step, sent_ns = await runner.run(work, frame)
-        if not sent_ns and step.header is not None:
-            await outbound.send(step.header, step.tensors)
+        step, sent_ns = relay.advance(frame), 0
+        if step.header is None:
+            sent_ns = step.end_ns
+        elif outbound.send_now(step.header, step.tensors):
             sent_ns = time.monotonic_ns()
-        # The next stage waits for the frame; what is only for us comes after it.
+        return _Done(relay.weigh(step), sent_ns, outbound.bytes_out - before)
+
+    def pass_on(frame: Frame) -> tuple[Frame, _Done] | None:
+        """On the compute thread: all of it, or what the loop has to send."""
+        done = work(frame)
+        if not done.sent_ns:
+            return frame, done
+        loop.call_soon_threadsafe(note, frame, done)
+        return None
+
+    def note(frame: Frame, done: _Done) -> None:
+        """The next stage has the frame; what is only for us comes after that."""
         size, arrived, header = frame.nbytes, frame.received_ns, frame.header
         frame.release()
         if isinstance(header, Hidden):
             record = meter.measure(
-                step,
+                done.step,
                 arrived_ns=arrived,
-                sent_ns=sent_ns,
-                prefill=step.prefill,
+                sent_ns=done.sent_ns,
+                prefill=done.step.prefill,
                 bytes_in=size,
-                bytes_out=outbound.bytes_out - before,
+                bytes_out=done.bytes_out,
             )
             meter.write(record)
+
+    reader = inbound.take_over()
+    while True:
+        if reader is not None:
+            frame, done = await runner.listen(reader, pass_on)
+        else:
+            frame = await inbound.receive()
+            done = await runner.run(work, frame)
+        if not done.sent_ns and done.step.header is not None:
+            before = outbound.bytes_out
+            await outbound.send(done.step.header, done.step.tensors)
+            done = _Done(done.step, time.monotonic_ns(), outbound.bytes_out - before)
+        note(frame, done)

@@ -2,11 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from splitlm.wire.frame import Buffer, Frame, Header
 from splitlm.wire.handshake import Claims
+
+
+class DirectReader(Protocol):
+    """The receiving half of a channel, read by one thread without the event loop."""
+
+    def fileno(self) -> int:
+        """The socket to wait for; -1 while waiting for it is no use."""
+        ...
+
+    def attach(self, wake: Callable[[], None]) -> None:
+        """``wake`` is called, from any thread, when ``read`` is worth a call though the socket did not say so."""
+        ...
+
+    def read(self) -> Frame | None:
+        """The next frame that is here, or None.
+
+        Raises:
+            PeerLostError: the peer is gone and no frame is left.
+            ProtocolError: the peer sent bytes that are not a frame, or a frame out of turn.
+        """
+        ...
 
 
 class Channel(Protocol):
@@ -62,6 +83,10 @@ class Channel(Protocol):
             PeerLostError: the peer is gone and no frame is left.
             ProtocolError: the peer sent bytes that are not a frame, or a frame out of turn.
         """
+        ...
+
+    def take_over(self) -> DirectReader | None:
+        """Let one thread read the frames itself, for good; None where that is not possible: then ``receive``."""
         ...
 
     async def close(self) -> None:

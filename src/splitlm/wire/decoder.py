@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 import zlib
+from collections.abc import Sequence
 
 from splitlm.core.errors import ProtocolError
 from splitlm.wire.frame import (
@@ -19,6 +20,7 @@ from splitlm.wire.frame import (
     AnyHeader,
     Buffer,
     Frame,
+    Spec,
     check_limits,
     decode_header,
     padding,
@@ -84,6 +86,9 @@ class Decoder:
         if self._lease is not None:
             return self._lease.view[self._filled :]
         have = self._end - self._begin
+        if not have and self._prefix is None:
+            self._begin = self._end = 0
+            return self._ahead
         room = max(READ_AHEAD, PREFIX.size + (self._prefix[1] if self._prefix else 0))
         if room > self._ahead.nbytes:
             grown = memoryview(bytearray(room))
@@ -185,8 +190,9 @@ class Decoder:
         """Read prefix and header if their bytes are there."""
         if self._prefix is None:
             have = self._end - self._begin
-            self._check_start(bytes(self._ahead[self._begin : self._begin + min(have, 5)]))
             if have < PREFIX.size:
+                if have:
+                    self._check_start(bytes(self._ahead[self._begin : self._begin + min(have, 5)]))
                 return False
             self._prefix = self._read_prefix(self._ahead[self._begin : self._begin + PREFIX.size])
         count, head_bytes, head_crc, size, _ = self._prefix
@@ -233,7 +239,9 @@ class Decoder:
             )
 
     def _read_prefix(self, data: memoryview) -> tuple[int, int, int, int, int]:
-        _, _, reserved, count, head_bytes, head_crc, size, crc, own_crc = PREFIX.unpack(data)
+        magic, protocol, reserved, count, head_bytes, head_crc, size, crc, own_crc = PREFIX.unpack(data)
+        if magic != MAGIC or protocol != PROTOCOL:
+            self._check_start(bytes(data[:5]))
         if (found := zlib.crc32(data[: PREFIX.size - 4])) != own_crc:
             raise ProtocolError(
                 f"A frame's prefix is damaged (CRC {found:#010x})", where=self.where, expected=f"CRC {own_crc:#010x}"
@@ -253,6 +261,8 @@ class Decoder:
 
     def _check_payload(self, header: AnyHeader, count: int, size: int) -> None:
         specs = header.tensors
+        if len(specs) == count and _plain(specs) and payload_bytes(specs) == size:
+            return
         for what, came, expected in (
             ("tensors in its header", len(specs), count),
             *(("dimensions of a tensor", len(spec.shape), min(len(spec.shape), MAX_RANK)) for spec in specs),
@@ -268,6 +278,11 @@ class Decoder:
                 where=self.where,
                 expected=f"the {described} bytes of its tensors",
             )
+
+
+def _plain(specs: Sequence[Spec]) -> bool:
+    """Whether no tensor has too many dimensions, or a negative side."""
+    return all(len(spec.shape) <= MAX_RANK and min(spec.shape, default=0) >= 0 for spec in specs)
 
 
 def _split(payload: memoryview, header: AnyHeader) -> list[memoryview]:

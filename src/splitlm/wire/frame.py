@@ -20,6 +20,7 @@ from __future__ import annotations
 import struct
 import zlib
 from collections.abc import Callable, Sequence
+from math import prod
 from typing import Literal
 
 import msgspec
@@ -50,10 +51,7 @@ class Spec(msgspec.Struct, frozen=True, array_like=True):
     @property
     def nbytes(self) -> int:
         """Bytes of the tensor, without padding."""
-        n = ITEM_BYTES[self.dtype]
-        for side in self.shape:
-            n *= side
-        return n
+        return prod(self.shape, start=ITEM_BYTES[self.dtype])
 
 
 class Header(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
@@ -248,7 +246,7 @@ def encode(header: Header, tensors: Sequence[Buffer] = ()) -> list[Buffer]:
         raise ProtocolError(f"{len(tensors)} tensors for {len(header.tensors)} specs")
     head = _encoder.encode(header)
     parts: list[Buffer] = []
-    crc = 0
+    crc = size = 0
     for spec, data in zip(header.tensors, tensors, strict=True):
         view = memoryview(data).cast("B")
         if view.nbytes != spec.nbytes:
@@ -258,7 +256,7 @@ def encode(header: Header, tensors: Sequence[Buffer] = ()) -> list[Buffer]:
         if pad := padding(view.nbytes):
             parts.append(_ZEROS[:pad])
             crc = zlib.crc32(_ZEROS[:pad], crc)
-    size = payload_bytes(header.tensors)
+        size += view.nbytes + pad
     check_limits(len(header.tensors), len(head), size)
     prefix = PREFIX.pack(MAGIC, PROTOCOL, 0, len(tensors), len(head), zlib.crc32(head), size, crc, 0)[:-4]
     return [prefix + zlib.crc32(prefix).to_bytes(4, "little") + head, *parts]
@@ -270,6 +268,8 @@ def check_limits(count: int, header_bytes: int, payload: int, where: str = "") -
     Raises:
         ProtocolError: naming the size and the limit.
     """
+    if count <= MAX_TENSORS and header_bytes <= MAX_HEADER and payload <= MAX_PAYLOAD:
+        return
     for name, size, limit in (
         ("tensors", count, MAX_TENSORS),
         ("header bytes", header_bytes, MAX_HEADER),

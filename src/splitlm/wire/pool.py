@@ -26,21 +26,16 @@ def allocate_heap(nbytes: int) -> bytearray:
 class Lease:
     """A buffer lent by a pool. ``view`` has the length that was asked for; do not touch it after ``release()``."""
 
-    __slots__ = ("_block", "_lock", "_pool", "view")
+    __slots__ = ("_block", "_pool", "view")
 
     def __init__(self, pool: BufferPool, block: memoryview, nbytes: int) -> None:
         self.view = block[:nbytes]
         self._block: memoryview | None = block
         self._pool = pool
-        self._lock = threading.Lock()
 
     def release(self) -> None:
         """Give the buffer back, from any thread; safe to call twice."""
-        with self._lock:
-            block, self._block = self._block, None
-        if block is not None:
-            self.view = block[:0]
-            self._pool._give_back(block)
+        self._pool._take_back(self)
 
 
 class BufferPool:
@@ -122,8 +117,12 @@ class BufferPool:
             while blocks and self._held + size > self.limit_bytes:
                 self._held -= blocks.pop().nbytes
 
-    def _give_back(self, block: memoryview) -> None:
+    def _take_back(self, lease: Lease) -> None:
         with self._lock:
+            block, lease._block = lease._block, None
+            if block is None:
+                return
+            lease.view = block[:0]
             self._lent -= block.nbytes
             self._free.setdefault(block.nbytes, []).append(block)
             waiting, self._waiting = self._waiting, []
