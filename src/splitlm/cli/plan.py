@@ -10,6 +10,7 @@ import typer
 from splitlm.cli import options as o
 from splitlm.cli.console import Console, console
 from splitlm.cli.interrupts import held
+from splitlm.cli.plan_measure import MeasureOptions, by_times
 from splitlm.cli.tables import table
 
 if TYPE_CHECKING:
@@ -18,10 +19,17 @@ if TYPE_CHECKING:
 UNITS = (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10))
 
 
-def plan(context: typer.Context, model: o.Model, cut: o.CutOptions, as_json: o.AsJson = False) -> None:
-    """Show a cut of MODEL and what each stage would hold. A directory with a config.json is enough."""
-    settings = cut.settings()
+def plan(
+    context: typer.Context, model: o.Model, cut: o.CutOptions, times: MeasureOptions, as_json: o.AsJson = False
+) -> None:
+    """Show a cut of MODEL and what each stage would hold; or measure machines, and cut by their times.
+
+    A directory with a config.json is enough where nothing is measured.
+    """
     voice = console(context)
+    if by_times(voice, model, cut, times, as_json=as_json):
+        return
+    settings = cut.settings()
     voice.say("opening the model")
     with held():
         from splitlm.node import plan as planning

@@ -52,7 +52,9 @@ class MeasureOptions:
     out: Annotated[Path | None, typer.Option(help="With --measure or --merge: file to write.")] = None
     plan_from: Annotated[Path | None, typer.Option(help="Cut by the times in this file.")] = None
     sessions: Annotated[int, typer.Option(help=SESSIONS_HELP)] = 1
-    context: Annotated[int, typer.Option(help="With --plan-from: tokens of KV to find room for, per session.")] = 2048
+    context_tokens: Annotated[
+        int, typer.Option("--context", help="With --plan-from: tokens of KV to find room for, per session.")
+    ] = 2048
     link_ms: Annotated[float, typer.Option(help="Latency of links that the file does not have.")] = LINK_MS
     link_mb_s: Annotated[float, typer.Option(help="Their rate, in 10⁶ bytes per second.")] = LINK_MB_S
 
@@ -147,7 +149,7 @@ def planned(
         CutError: too little memory, or more devices than blocks.
     """
     o.at_least(1, options.sessions, "--sessions")
-    o.at_least(0, options.context, "--context")
+    o.at_least(0, options.context_tokens, "--context")
     count = len(profiles.devices) if stages is None else stages
     if not 1 <= count <= len(profiles.devices):
         raise UsageError(
@@ -170,7 +172,7 @@ def planned(
         devices=devices,
         links=tuple(links),
         sessions=options.sessions,
-        context_tokens=options.context,
+        context_tokens=options.context_tokens,
         private=private,
         tail_blocks=tail_blocks,
     )
