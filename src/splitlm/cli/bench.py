@@ -28,7 +28,7 @@ def ring(
     tokens: Annotated[int, typer.Option(help="New tokens per session and turn.")] = 64,
     repetitions: Repetitions = 5,
     only: Annotated[
-        list[str] | None, typer.Option(help="Only this comparison; may be given several times [default: all].")
+        list[str] | None, typer.Option(help="Only this comparison; may be given several times (default: all).")
     ] = None,
     json: Json = None,
 ) -> None:

@@ -20,7 +20,7 @@ def migrate(
     model: Annotated[str, typer.Argument(metavar="MODEL", help=o.MODEL_HELP)] = "smollm2-135m",
     repetitions: Repetitions = 5,
     only: Annotated[
-        list[str] | None, typer.Option(help="Only this comparison; may be given several times [default: all].")
+        list[str] | None, typer.Option(help="Only this comparison; may be given several times (default: all).")
     ] = None,
     json: Json = None,
 ) -> None:

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from splitlm.bench.figure import Figure
 
 Repetitions = Annotated[int, typer.Option(help="Turns of each side that count.")]
-Json = Annotated[Path | None, typer.Option("--json", help="Where the result goes [default: the run's folder].")]
+Json = Annotated[Path | None, typer.Option("--json", help="Where the result goes (default: the run's folder).")]
 
 
 def finish(

@@ -45,7 +45,7 @@ def equivalence(
     ring: Compared,
     run: RunOptions,
     prompt: Annotated[
-        list[str] | None, typer.Option(help="A text; may be given several times [default: a short and a long one].")
+        list[str] | None, typer.Option(help="A text; may be given several times (default: a short and a long one).")
     ] = None,
     max_new_tokens: Annotated[int, typer.Option("--max-new-tokens", "-n", help="Tokens of each prompt.")] = 32,
     sessions: Annotated[int, typer.Option(help="So many prompts in the ring at once.")] = 1,

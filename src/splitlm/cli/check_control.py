@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 def control(
     context: typer.Context,
-    only: Annotated[str, typer.Option(help="One question: happy, nack or kill [default: all].")] = "",
+    only: Annotated[str, typer.Option(help="One question: happy, nack or kill (default: all).")] = "",
     ctrl_timeout: Annotated[float, typer.Option(help="Seconds within which a death must be known to all.")] = 1.0,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
 ) -> None:

@@ -91,7 +91,7 @@ def write(
             done = [ring.generate(prompts[0], on_text=lambda piece: voice.out(piece, end=""), **request)]
             voice.out("")
         else:
-            voice.say(f"writing {len(texts)} texts")
+            voice.say("writing" if len(texts) == 1 else f"writing {len(texts)} texts")
             done = list(pool.map(lambda ids: ring.generate(ids, **request), prompts))
     moves = told(ring.boundaries, ring.migrations, settings.get("shifts", ()))
     for text, result in zip(texts, done, strict=True):
@@ -102,7 +102,7 @@ def write(
     if live:
         voice.note(f"{len(done[0].tokens)} tokens, ended by {done[0].finish}")
     if not as_json:
-        for line in moves:
+        for line in moves or (["plan auto: no block moved"] if settings.get("plan") == "auto" else []):
             voice.note(line)
 
 

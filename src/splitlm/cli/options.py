@@ -43,19 +43,19 @@ ShiftAt = Annotated[
 PLANS = ("noop", "forced-shift", "auto")
 PlanName = Annotated[
     str,
-    typer.Option(help="noop, forced-shift (with --shift-at), or auto: blocks move where that pays [default: noop]."),
+    typer.Option(help="noop, forced-shift (with --shift-at), or auto: blocks move where that pays (default: noop)."),
 ]
 Horizon = Annotated[int, typer.Option(help="auto: tokens within which a move must pay.")]
 ShiftBoundary = Annotated[
-    list[int] | None, typer.Option(help="forced-shift: the boundary that moves, of stages s-1 and s [default: 1].")
+    list[int] | None, typer.Option(help="forced-shift: the boundary that moves, of stages s-1 and s (default: 1).")
 ]
 ShiftK = Annotated[
     list[int] | None,
-    typer.Option(help="forced-shift: blocks that stage s-1 takes from s; below 0, gives to it [default: 1]."),
+    typer.Option(help="forced-shift: blocks that stage s-1 takes from s; below 0, gives to it (default: 1)."),
 ]
 TokenFile = Annotated[Path | None, typer.Option(help="File with the join secret (or set SPLITLM_TOKEN).")]
 TraceDir = Annotated[
-    Path | None, typer.Option(help="Folder for the run's trace and logs [default: runs/<time>-<verb>].")
+    Path | None, typer.Option(help="Folder for the run's trace and logs (default: runs/<time>-<verb>).")
 ]
 NoTrace = Annotated[bool, typer.Option("--no-trace", help="Write no trace.")]
 RunLabel = Annotated[str, typer.Option(help="A word for the run's folder name.")]

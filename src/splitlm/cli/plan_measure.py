@@ -44,7 +44,7 @@ class MeasureOptions:
     """What ``splitlm plan`` takes besides the cut."""
 
     measure: Annotated[bool, typer.Option("--measure", help="Measure this machine with MODEL.")] = False
-    device: Annotated[str, typer.Option(help="With --measure: name of this machine [default: its host name].")] = ""
+    device: Annotated[str, typer.Option(help="With --measure: name of this machine (default: its host name).")] = ""
     memory: Annotated[
         int, typer.Option(help="With --measure: MiB for weights and KV; 0 takes most of what is free.")
     ] = 0

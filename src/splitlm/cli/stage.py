@@ -71,7 +71,7 @@ def stage(
     ] = "",
     join: Annotated[str, typer.Option(metavar="HOST:PORT", help="The head's address (generate --listen).")] = "",
     listen: Annotated[
-        str, typer.Option(metavar="HOST:PORT", help="Where the previous stage reaches this one [default: any port].")
+        str, typer.Option(metavar="HOST:PORT", help="Where the previous stage reaches this one (default: any port).")
     ] = "",
     advertise: Annotated[str, typer.Option(help="Host name that others use for this machine, if it differs.")] = "",
     role: Annotated[str, typer.Option(help="full: run the whole model here, uncut. Otherwise the bounds say it.")] = "",
@@ -194,3 +194,5 @@ def _follow(
             )
         )
     )
+    if not settings["parent"]:
+        voice.note("the head is done" + (f"; trace in {trace_dir}" if trace_dir else ""))
