@@ -130,7 +130,10 @@ def test_senseless_options_are_refused(model: str, options: pm.MeasureOptions, c
 
 
 def test_options_out_of_range_are_named(model: str) -> None:
-    for options, name in ((pm.MeasureOptions(sessions=0), "--sessions"), (pm.MeasureOptions(context_tokens=-1), "--context")):
+    for options, name in (
+        (pm.MeasureOptions(sessions=0), "--sessions"),
+        (pm.MeasureOptions(context_tokens=-1), "--context"),
+    ):
         with pytest.raises(UsageError, match=name):
             pm.planned(document(model, a=1.0), options)
 
