@@ -187,3 +187,19 @@ def test_closing_the_channel_wakes_the_reader_and_frees_everything() -> None:
                 await a.send(Close(1))
 
     run(story, pool)
+
+
+def test_without_a_descriptor_to_spare_the_loop_sends_and_reads(monkeypatch: pytest.MonkeyPatch) -> None:
+    def none_left(_: int) -> int:
+        raise OSError(24, "Too many open files")
+
+    monkeypatch.setattr("os.dup", none_left)
+
+    async def story(a: StreamChannel, b: StreamChannel) -> None:
+        assert not a.send_now(OPENED)
+        assert b.take_over() is None
+        await a.send(OPENED)
+        frame = await b.receive()
+        assert frame.header == OPENED
+
+    run(story)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import sys
@@ -104,7 +105,7 @@ class Console:
     def error(self, text: str) -> None:
         """The paragraph with which a process ends; also with ``--quiet``."""
         self.done()
-        print(f"splitlm: {text}", file=sys.stderr, flush=True)
+        _complain(f"splitlm: {text}")
 
     def out(self, text: str, end: str = "\n") -> None:
         """A part of the result.
@@ -144,7 +145,13 @@ class Console:
         if self._status is not None:
             self._terminal().print(f"· {text}", markup=False)
         else:
-            print(f"· {text}", file=sys.stderr, flush=True)
+            _complain(f"· {text}")
+
+
+def _complain(text: str) -> None:
+    """Write to stderr, if that is possible: progress that nobody can take (a full disk) must not end a run."""
+    with contextlib.suppress(OSError):
+        print(text, file=sys.stderr, flush=True)
 
 
 def _escaped(text: str) -> str:

@@ -46,6 +46,7 @@ class Assign(Message, frozen=True):
         deadline_s: how long to wait for neighbours.
         pace_ms: least time per block, for simulated devices; 0 is off.
         ring: number of this ring, to be claimed on data links.
+        config: hash of the model's config: a stage with another model leaves before it loads anything.
         barrier_s: how long a stage waits for the head's word in a barrier.
     """
 
@@ -60,6 +61,7 @@ class Assign(Message, frozen=True):
     deadline_s: float
     pace_ms: float = 0.0
     ring: str = ""
+    config: str = ""
     barrier_s: float = 5.0
 
 

@@ -195,10 +195,13 @@ class StreamChannel(asyncio.BufferedProtocol):
             return None
         if not hasattr(select, "poll"):  # what its thread would wait with
             return None
+        try:
+            sock = socket.socket(fileno=os.dup(plain.fileno()))
+        except OSError:  # no descriptor is left
+            return None
+        sock.setblocking(False)
         self._set_reading(False)
         self._pool.forget(self._wake)
-        sock = socket.socket(fileno=os.dup(plain.fileno()))
-        sock.setblocking(False)
         self._direct = DirectReader(
             sock, self._decoder, self._pool, self.peer, self._queue, self._admit, self._read_ended
         )

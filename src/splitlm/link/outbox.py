@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import socket
 import threading
@@ -34,8 +35,9 @@ class Outbox:
         transport.set_write_buffer_limits(high=0)
         plain = transport.get_extra_info("socket")
         if plain is not None and transport.get_extra_info("sslcontext") is None:
-            self._direct = socket.socket(fileno=os.dup(plain.fileno()))
-            self._direct.setblocking(False)
+            with contextlib.suppress(OSError):  # no descriptor is left: the loop sends, as on links that are no socket
+                self._direct = socket.socket(fileno=os.dup(plain.fileno()))
+                self._direct.setblocking(False)
 
     def write(self, parts: Sequence[Buffer]) -> None:
         """Hand the parts of one frame to the transport, together."""

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 
-from splitlm.core.errors import CheckpointError
+from splitlm.core.errors import CheckpointError, SplitlmError
 
 FOREIGN: tuple[type[Exception], ...] = (
     ArithmeticError,
@@ -20,7 +20,6 @@ FOREIGN: tuple[type[Exception], ...] = (
     AttributeError,
     ImportError,
     LookupError,
-    MemoryError,
     OSError,
     RuntimeError,
     SafetensorError,
@@ -46,6 +45,13 @@ def foreign(what: str, where: str, expected: str, remedy: str = "Copy or downloa
     """
     try:
         yield
+    except MemoryError as error:
+        raise SplitlmError(
+            f"{what}: memory ran out ({reason(error)})",
+            where=where,
+            expected="room for this stage's weights (splitlm plan shows them)",
+            remedy="Use more stages, free memory, or raise the limit (ulimit -v)",
+        ) from error
     except FOREIGN as error:
         raise CheckpointError(f"{what} ({reason(error)})", where=where, expected=expected, remedy=remedy) from error
 

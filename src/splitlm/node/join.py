@@ -14,7 +14,7 @@ from splitlm.bus.line import BEATS
 from splitlm.bus.star import StarSpoke
 from splitlm.coordinator.coordinator import CTRL_TIMEOUT_S
 from splitlm.core.cut import Cut
-from splitlm.core.errors import CutError, NetworkError, PeerLostError, ProtocolError, SplitlmError
+from splitlm.core.errors import CutError, NetworkError, PeerLostError, PeerRefusedError, ProtocolError, SplitlmError
 from splitlm.core.errors import from_exit_code as reported
 from splitlm.core.groups import fault, first_error
 from splitlm.core.messages import (
@@ -299,6 +299,13 @@ class _Member:
         """Load this stage's segments, and read what it is to claim of its model. Runs on the compute thread."""
         folder = self._settings.resolve(self._settings.model or assign.model)
         files = ModelFiles(folder, family=assign.family, dtype=assign.dtype)
+        if assign.config and (ours := files.index.config_hash()) != assign.config:
+            raise PeerRefusedError(
+                f"The model config hash differs: the head has {assign.config!r}, {self._name} has {ours!r}",
+                where=str(folder),
+                expected="the model that the head runs",
+                remedy="Start the stage with that model",
+            )
         settings = BuildSettings(
             "hf" if assign.loader == "hf" else "shard",
             assign.compute,

@@ -215,7 +215,7 @@ class Members:
         places = [f"[{m.join.begin}, {m.join.end})" for m in self._members.values()]
         return f"besides the head, they hold {', '.join(places) or 'nothing'}"
 
-    async def assign(self, cut: Cut, dtype: str, ring: str) -> None:
+    async def assign(self, cut: Cut, dtype: str, ring: str, config: str = "") -> None:
         """Tell every stage its place and how to build it."""
         settings = self._settings
         for member in self.placed:
@@ -233,6 +233,7 @@ class Members:
                     deadline_s=settings.deadline_s,
                     pace_ms=settings.pace_of(member.node),
                     ring=ring,
+                    config=config,
                     barrier_s=settings.ctrl_timeout_s,
                 ),
             )

@@ -249,7 +249,7 @@ class RingHost:
             self.say(f"stages can join at {describe((listener.host, listener.port))}")
         cut = await members.gather(cut, files.blocks)
         check_shifts(cut, settings.shifts)
-        await members.assign(cut, dtype_name(files.dtype), self._ring)
+        await members.assign(cut, dtype_name(files.dtype), self._ring, files.index.config_hash())
         return cut
 
     async def _patiently(self, work: Awaitable[T]) -> T:
