@@ -129,7 +129,7 @@ def test_no_graph_is_kept(stages: list[Stage]) -> None:
 def test_a_paced_stage_takes_its_time_and_changes_nothing(stages: list[Stage]) -> None:
     plain = chain(stages, PROMPT[:4], [5], 16)
     for stage in stages:
-        stage.engine = PacedEngine(stage.engine, 100)
+        stage.engine = PacedEngine(stage.engine, stage.part, 100 / max(1, stage.segment.count))
     started = time.perf_counter()
     paced = chain(stages, PROMPT[:4], [], 16)
     assert time.perf_counter() - started >= 0.3
