@@ -8,6 +8,8 @@ import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
+from splitlm.model.quiet import no_bars
+
 VOCAB = 64
 BLOCKS = 6
 HIDDEN = 64
@@ -32,7 +34,8 @@ def build(folder: Path, blocks: int = BLOCKS) -> Path:
     )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(1)
-        AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(folder)
+        with no_bars():
+            AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(folder)
     words = ["<unk>", "<s>", "</s>", *(chr(0x20 + i) for i in range(VOCAB - 3))]
     inner = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<unk>"))
     inner.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
