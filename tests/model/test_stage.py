@@ -134,7 +134,7 @@ def test_a_paced_stage_takes_its_time_and_changes_nothing(stages: list[Stage]) -
     paced = chain(stages, PROMPT[:4], [], 16)
     assert time.perf_counter() - started >= 0.3
     assert torch.equal(plain[0], paced[0])
-    assert stages[0].engine.name.startswith("exact, paced at ")
+    assert stages[0].engine.name.startswith("exact, paced at ") and stages[0].engine.name.endswith(" ms per block")
 
 
 # Mutants of a ring: each must show, or the comparison with the uncut model proves nothing
