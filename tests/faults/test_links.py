@@ -152,12 +152,23 @@ def test_a_slow_private_ring_with_long_prompts_does_not_deadlock(tiny: Callable[
         assert [stage.join() for stage in stages] == [None, None]
 
 
+@pytest.mark.parametrize("late", [None, 0, 1, 2])
 @pytest.mark.parametrize("wires", [{0: 2, 2: 1, 1: 0}, {0: 2}, {1: 1}])
-def test_stages_wired_in_another_order_are_refused_by_their_numbers(wires: dict[int, int], stories: Path) -> None:
-    """All shapes would agree, and the text would be nonsense."""
+def test_stages_wired_in_another_order_are_refused_by_their_numbers(
+    wires: dict[int, int], late: int | None, stories: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All shapes would agree, and the text would be nonsense. Whoever comes late finds the door open, and hears it."""
+    connect = tcp.connect
+
+    async def slowly(host: str, port: int, identity: Identity, *rest: object, **options: object) -> object:
+        if identity.claims.place == late:
+            await asyncio.sleep(0.3)
+        return await connect(host, port, identity, *rest, **options)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(tcp, "connect", slowly)
     with nothing_left():
-        ring, stages, _ = fixed(stories, BLOCKS, wires=wires, deadline_s=5.0)
-        with pytest.raises(NetworkError, match=r"Node \d is at the other end.*Expected node \d"):
+        ring, stages, _ = fixed(stories, BLOCKS, wires=wires)
+        with pytest.raises(NetworkError, match=r"Node \d met node \d, which expects node \d.*--send"):
             ring.open()
         for stage in stages:
             error = stage.join()

@@ -127,6 +127,18 @@ def test_an_epoch_belongs_to_a_model() -> None:
     assert b.done
 
 
+@pytest.mark.parametrize("minds", ["dialler", "listener"])
+def test_a_neighbour_out_of_order_is_refused_on_both_sides_with_all_numbers(minds: str) -> None:
+    far, near = identity(place=3), identity(place=2)
+    d, b, _ = meet(*((near.awaiting(1), far) if minds == "dialler" else (far, near.awaiting(1))))
+    for side in (d, b):
+        assert "Node 3 met node 2, which expects node 1 on this link" in str(error(side))
+        assert "--send" in str(error(side))
+    d, b, _ = meet(near.awaiting(3), far.awaiting(2))
+    assert d.done
+    assert b.done
+
+
 def test_the_node_name_may_differ_and_expect_chooses_what_must_not() -> None:
     d, b, _ = meet(
         Identity(msgspec.structs.replace(FULL, dtype="bfloat16"), "x", expect=["model"]),

@@ -6,11 +6,9 @@ import os
 import socket
 
 import splitlm
-from splitlm.core.errors import PeerRefusedError
 from splitlm.model.load import ModelFiles
 from splitlm.model.payload import dtype_name
 from splitlm.model.text import tokenizer_hash
-from splitlm.wire.channel import Channel
 from splitlm.wire.frame import PROTOCOL
 from splitlm.wire.handshake import Claims
 
@@ -48,18 +46,3 @@ def claims_for(name: str, files: ModelFiles, *, ring: str, place: int, epoch: in
         place=place,
         epoch=epoch,
     )
-
-
-def check_place(channel: Channel, place: int) -> None:
-    """Refuse a neighbour that is not the next in the ring: hidden states look the same in any order.
-
-    Raises:
-        PeerRefusedError: both numbers are named.
-    """
-    if channel.claims.place != place:
-        raise PeerRefusedError(
-            f"Node {channel.claims.place} is at the other end of this link",
-            where=channel.peer,
-            expected=f"node {place}",
-            remedy="Check the --send and --recv addresses: each stage sends to the one that holds the next blocks",
-        )

@@ -49,7 +49,7 @@ from splitlm.node.settings import silence
 from splitlm.node.work import StageWork
 from splitlm.telemetry.memory import peak_rss_bytes
 from splitlm.telemetry.sinks import NullTrace, Sink, Trace, trace_path
-from splitlm.wire.channel import Channel
+from splitlm.wire.channel import Channel, Listener
 from splitlm.wire.handshake import Identity
 
 GRACE_S = 1.0
@@ -154,7 +154,7 @@ class _Member:
         self._sink: Sink = NullTrace()
         self._meter: Meter | None = None
         self._built: Built | None = None
-        self._links: list[Channel] = []
+        self._links: list[Channel | Listener] = []
         self._stopped = asyncio.Event()
         self._loader = Runner(background=True)
         self._follower: Follower | None = None

@@ -11,10 +11,9 @@ from splitlm.core.errors import SplitlmError
 from splitlm.core.groups import first_error
 from splitlm.core.messages import Assign, Connect
 from splitlm.link import tcp
-from splitlm.node.identity import check_place
 from splitlm.node.members import Members
 from splitlm.node.settings import RingSettings
-from splitlm.wire.channel import Channel
+from splitlm.wire.channel import Channel, Listener
 from splitlm.wire.handshake import Identity
 
 
@@ -36,7 +35,7 @@ async def link_stage(
     deadline_s: float,
     opened: Callable[[int, int], Awaitable[None]],
     told: Callable[[], Awaitable[Connect]],
-    keep: Callable[[Channel], None],
+    keep: Callable[[Channel | Listener], None],
 ) -> Links:
     """Listen for the previous node and connect to the next one, in whichever order they come.
 
@@ -45,39 +44,40 @@ async def link_stage(
         send: the next node's address, where it is fixed.
         opened: told the data and the move port once both listen.
         told: waits for the head's word on where the next node is. Before it nobody dials.
-        keep: takes each link as soon as it is made, to be closed whatever happens.
+        keep: takes each link as soon as it is made, to be closed whatever happens; and the data port, which stays open
+            as long: a node that was wired wrongly, and comes late, is to hear where it is.
 
     Raises:
         NetworkError: a neighbour did not come in time, or is not who it must be.
     """
     here, after, before = assign.node, assign.cut.next_node(assign.node), f"node {assign.node - 1}"
     who = f"node {after}" if after else "the head"
-    listener = await tcp.listen(*listen, identity, "data", expect_peer=before)
+    previous, following = identity.awaiting(here - 1), identity.awaiting(after)
+    listener = await tcp.listen(*listen, previous, "data", expect_peer=before)
+    keep(listener)
     movers = None
 
-    def kept(link: Channel, place: int) -> Channel:
+    def kept(link: Channel) -> Channel:
         keep(link)
-        check_place(link, place)
         return link
 
     async def answer(door: tcp.TcpListener) -> Channel:
         await told()
-        return kept(await door.accept(deadline_s=deadline_s, who=before), here - 1)
+        return kept(await door.accept(deadline_s=deadline_s, who=before))
 
     async def dial() -> Channel:
         word = await told()
         host, port = send or (word.host, word.port)
-        return kept(await tcp.connect(host, port, identity, "data", deadline_s=deadline_s, who=who), after)
+        return kept(await tcp.connect(host, port, following, "data", deadline_s=deadline_s, who=who))
 
     async def dial_mover() -> Channel | None:
         word = await told()
         if not word.move_port:
             return None  # the head: it has dialled node 1 for moves, and takes none from the last node
-        link = await tcp.connect(word.host, word.move_port, identity, "move", deadline_s=deadline_s, who=who)
-        return kept(link, after)
+        return kept(await tcp.connect(word.host, word.move_port, following, "move", deadline_s=deadline_s, who=who))
 
     try:
-        movers = await tcp.listen(listen[0], 0, identity, "move", expect_peer=before)
+        movers = await tcp.listen(listen[0], 0, previous, "move", expect_peer=before)
         await opened(listener.port, movers.port)
         async with asyncio.TaskGroup() as group:
             inbound, outbound = group.create_task(answer(listener)), group.create_task(dial())
@@ -89,7 +89,6 @@ async def link_stage(
     except* SplitlmError as errors:
         raise first_error(errors) from None
     finally:
-        await listener.close()
         if movers is not None:
             await movers.close()
 
@@ -109,11 +108,11 @@ async def link_head(
     """
     last, deadline = f"node {cut.stages - 1}", settings.deadline_s
     host = settings.data[0] or settings.listen[0]
-    door = await tcp.listen(host, settings.data[1], identity, "data", expect_peer=last)
+    door = await tcp.listen(host, settings.data[1], identity.awaiting(cut.stages - 1), "data", expect_peer=last)
+    following = identity.awaiting(1)
 
-    def kept(link: Channel, place: int) -> Channel:
+    def kept(link: Channel) -> Channel:
         keep(link)
-        check_place(link, place)
         return link
 
     try:
@@ -125,13 +124,13 @@ async def link_head(
         move_port = first.loaded.move_port if first.loaded else 0
 
         async def dial() -> Channel:
-            return kept(await tcp.connect(*to, identity, "data", deadline_s=deadline, who="node 1"), 1)
+            return kept(await tcp.connect(*to, following, "data", deadline_s=deadline, who="node 1"))
 
         async def dial_mover() -> Channel:
-            return kept(await tcp.connect(to[0], move_port, identity, "move", deadline_s=deadline, who="node 1"), 1)
+            return kept(await tcp.connect(to[0], move_port, following, "move", deadline_s=deadline, who="node 1"))
 
         async def answer() -> Channel:
-            return kept(await door.accept(deadline_s=deadline, who=last), cut.stages - 1)
+            return kept(await door.accept(deadline_s=deadline, who=last))
 
         async with asyncio.TaskGroup() as group:
             inbound, outbound = group.create_task(answer()), group.create_task(dial())

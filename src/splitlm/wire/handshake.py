@@ -64,23 +64,45 @@ class Identity:
         claims: read when a handshake needs them, so they may be replaced once the model is loaded.
         token: the join secret; empty when the ring has none.
         expect: the claims that a peer's must agree with.
+        awaits: the place of the one node that may be at the other end; None where any may. Hidden states look the
+            same in any order, so nothing later would tell two neighbours that were wired the wrong way.
     """
 
-    __slots__ = ("claims", "expect", "token")
+    __slots__ = ("awaits", "claims", "expect", "token")
 
-    def __init__(self, claims: Claims, token: bytes | str = b"", expect: Sequence[str] = AGREE) -> None:
+    def __init__(
+        self, claims: Claims, token: bytes | str = b"", expect: Sequence[str] = AGREE, awaits: int | None = None
+    ) -> None:
         self.claims = claims
         self.token = token.encode() if isinstance(token, str) else bytes(token)
         self.expect = tuple(expect)
+        self.awaits = awaits
 
     def __repr__(self) -> str:
         return f"Identity({self.claims!r}, token={'set' if self.token else 'none'})"
 
-    def mismatch(self, theirs: Claims) -> str:
-        """Why a peer with these claims cannot join, with both values; empty when it can.
+    def awaiting(self, place: int) -> Identity:
+        """The same, for a link whose other end must be the node at ``place``."""
+        return Identity(self.claims, self.token, self.expect, place)
+
+    def check(self, theirs: Claims, where: str = "") -> None:
+        """Whether a peer with these claims can join.
 
         A claim that is empty on either side is not compared, nor is the epoch unless both sides name a model.
+
+        Raises:
+            PeerRefusedError: it cannot; with both values.
         """
+        if reason := self._difference(theirs):
+            raise PeerRefusedError(reason, where=where, remedy="Start both sides with the same model and version")
+        if self.awaits is not None and theirs.place != self.awaits:
+            raise PeerRefusedError(
+                f"Node {theirs.place} met node {self.claims.place}, which expects node {self.awaits} on this link",
+                where=where,
+                remedy="Check the --send and --recv addresses: each stage sends to the one that holds the next blocks",
+            )
+
+    def _difference(self, theirs: Claims) -> str:
         ours = self.claims
         for field in self.expect:
             a, b = getattr(ours, field), getattr(theirs, field)
@@ -201,8 +223,7 @@ class Handshake:
             raise ProtocolError(
                 f"A peer's claims could not be read: {error}", where=self._where, expected="claims of the same version"
             ) from error
-        if reason := self._identity.mismatch(claims):
-            raise PeerRefusedError(reason, where=self._where, remedy="Start both sides with the same model and version")
+        self._identity.check(claims, self._where)
         self.claims = claims
 
     @property
