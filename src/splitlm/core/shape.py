@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Literal
 
 import msgspec
@@ -105,5 +106,5 @@ def cut_for(shape: Shape, blocks: int, cut_layers: int, tail_blocks: int) -> tup
         )
     return tuple(
         Segment(begin, end, embed=i == 0, head=i == last)
-        for i, (begin, end) in enumerate(zip(bounds, bounds[1:], strict=False))
+        for i, (begin, end) in enumerate(pairwise(bounds))
     )
