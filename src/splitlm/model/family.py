@@ -1,4 +1,4 @@
-"""What differs per architecture, as data: where a causal language model keeps its parts.
+"""What differs per architecture, as data: where a model keeps its parts, and what its head is for.
 
 The modules themselves are the ones of transformers; nothing here computes. To add a family, add a row (and a tiny model
 of it to the parity tests).
@@ -7,7 +7,8 @@ of it to the parity tests).
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from operator import attrgetter
+from typing import Any, Literal
 
 from splitlm.core.errors import UnknownFamilyError
 
@@ -20,10 +21,13 @@ class Family:
         name: what ``--model-family`` takes.
         model_types: the ``model_type`` values of ``config.json`` that have this layout.
         base: attribute of the causal model that holds all but the head; also the prefix of its tensors' keys.
-        layers: attribute of the base that lists the blocks.
+        layers: attribute of the base that lists the blocks; may be an attribute of an attribute.
         embed: attribute of the base with the token embedding (a scaled embedding scales by itself).
-        norm: attribute of the base with the final norm.
-        head: attribute of the causal model with the output head.
+        table: below ``embed``, the name of the table itself.
+        norm: attribute of the base with what follows the last block: the final norm, or a pooler.
+        head: attribute of the whole model with the output head.
+        task: what the head is for. A ``causal`` model generates; a ``classify`` model is only trained here.
+        block: name of the block's class where the model does not say it plainly.
         positions: attribute of the base with learned positions, added on the first stage only.
         per_block: config lists with one entry per block.
         scale: attribute of the base by which its forward multiplies whatever enters it, embedded or handed over.
@@ -35,12 +39,24 @@ class Family:
     base: str = "model"
     layers: str = "layers"
     embed: str = "embed_tokens"
+    table: str = "weight"
     norm: str = "norm"
     head: str = "lm_head"
     positions: str | None = None
     per_block: tuple[str, ...] = ("layer_types",)
     scale: str | None = None
     refused: tuple[str, ...] = ()
+    task: Literal["causal", "classify"] = "causal"
+    block: str = ""
+
+    def blocks_of(self, base: Any) -> Any:
+        """The list of blocks of a base model."""
+        return attrgetter(self.layers)(base)
+
+    def set_blocks(self, base: Any, blocks: Any) -> None:
+        """Give a base model another list of blocks."""
+        holder, _, name = self.layers.rpartition(".")
+        setattr(attrgetter(holder)(base) if holder else base, name, blocks)
 
     def block_prefix(self, index: int) -> str:
         """Prefix of the keys of one block's tensors."""
@@ -53,7 +69,7 @@ class Family:
     @property
     def embed_key(self) -> str:
         """Key of the embedding table."""
-        return f"{self.base}.{self.embed}.weight"
+        return f"{self.base}.{self.embed}.{self.table}"
 
     @property
     def head_key(self) -> str:
@@ -90,6 +106,19 @@ FAMILIES: tuple[Family, ...] = (
     Family("seed_oss", frozenset({"seed_oss"})),
     Family("glm4", frozenset({"glm4"})),
     Family("arcee", frozenset({"arcee"})),
+    Family(
+        "bert",
+        frozenset({"bert"}),
+        base="bert",
+        layers="encoder.layer",
+        embed="embeddings",
+        table="word_embeddings.weight",
+        norm="pooler",
+        head="classifier",
+        task="classify",
+        block="BertLayer",
+        refused=("is_decoder", "add_cross_attention"),
+    ),
 )
 
 
@@ -126,7 +155,9 @@ def check_layout(model: Any, family: Family, where: str = "") -> None:
         UnknownFamilyError: naming the part that is not there, or the one that is too much.
     """
     base = getattr(model, family.base, None)
-    parts = [(model, family.head), (base, family.layers), (base, family.embed), (base, family.norm)]
+    parts = [(model, family.head), (base, family.embed), (base, family.norm)]
+    holder, _, name = family.layers.rpartition(".")
+    parts.append((getattr(base, holder, None) if holder else base, name))
     if family.positions:
         parts.append((base, family.positions))
     if base is None:

@@ -32,18 +32,19 @@ class CheckpointIndex:
 
     Args:
         folder: directory with ``config.json`` and safetensors files.
+        weights: False where only the config is wanted; then there are no entries.
 
     Raises:
         ModelMissingError: a file is not there.
         CheckpointError: a file is not safetensors, is truncated, or disagrees with the index or with another file.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, *, weights: bool = True) -> None:
         self.folder = folder
         self.config: dict[str, Any] = read_json(folder / "config.json")
         self.entries: dict[str, Entry] = {}
         self.reads: list[str] = []
-        for path, keys in self._files():
+        for path, keys in self._files() if weights else []:
             found = read_header(path)
             missing = sorted(keys - found.keys()) if keys is not None else []
             if missing:

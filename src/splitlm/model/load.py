@@ -44,7 +44,12 @@ BLOCK_BYTES = 4_000_000
 Measured with one thread: 0.36 ms for a block of almost no weights, at 10 GB/s. Reading alone would put SmolLM2-135M's
 head at 8 blocks; it takes 5.7 to 6.6 of them, and this gives 6.2.
 """
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+DTYPES = {
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+    "float64": torch.float64,
+}
 
 
 @dataclass
@@ -90,17 +95,27 @@ class ModelFiles:
         UsageError: ``dtype`` is unknown.
     """
 
+    tasks: tuple[str, ...] = ("causal",)
+    """What the heads of models may be for that are opened so."""
+
     def __init__(self, folder: Path, *, family: str = "", dtype: str = "auto") -> None:
         self.folder = folder
         self._where = str(folder / "config.json")
-        self.index = CheckpointIndex(folder)
+        self.index = self._open(folder)
         self.family: Family = find_family(str(self.index.config.get("model_type")), family, self._where)
-        self.config = read_config(folder, self.index.config, self.family)
+        if self.family.task not in self.tasks:
+            raise UnknownFamilyError(
+                f"A model of the {self.family.name} family generates no text",
+                where=self._where,
+                expected="a causal language model",
+                remedy="It can be fine-tuned: see splitlm train",
+            )
+        self.config = self._configured()
         self.blocks = int(self.config.num_hidden_layers)
         self.hidden = int(self.config.hidden_size)
         self.vocab = int(self.config.vocab_size)
         self.context = context_of(self.config)
-        self.tied = bool(self.config.tie_word_embeddings)
+        self.tied = self.family.task == "causal" and bool(self.config.tie_word_embeddings)
         self.dtype = self._dtype(dtype)
         self.built: list[int] = []
         plain = f"{self.family.base}."
@@ -109,6 +124,12 @@ class ModelFiles:
         self._check_blocks()
         self.windows = self._windows()
         self._make: BlockFactory | None = None
+
+    def _open(self, folder: Path) -> CheckpointIndex:
+        return CheckpointIndex(folder)
+
+    def _configured(self) -> Any:
+        return read_config(self.folder, self.index.config, self.family)
 
     @property
     def head_cost(self) -> float:
@@ -259,7 +280,8 @@ class ModelFiles:
         built = time.perf_counter()
         read_s = sum(self._fill(module, of, shared) for module, of in zip([model, *blocks], keys, strict=True))
         set_blocks(model, self.family, segment, blocks, self.config)
-        residency.check_reads(self.index.reads[before:], set(names.values()) - held, where)
+        stored = {key for key in names.values() if not self.is_fresh(key)}
+        residency.check_reads(self.index.reads[before:], stored - held, where)
         done = time.perf_counter()
         timings = {"construct": built - started, "read": read_s, "assign": done - built - read_s}
         return Part(segment, model, self._windows_of(segment), {k: v * 1e3 for k, v in timings.items()})
@@ -273,6 +295,8 @@ class ModelFiles:
         found: dict[str, str] = {}
         for local, target in module.state_dict(keep_vars=True).items():
             found[local] = key = self.key(prefix + local)
+            if self.is_fresh(key):
+                continue
             residency.check_entry(key, self.index.entry(key), target)
         return prefix, found
 
@@ -283,16 +307,25 @@ class ModelFiles:
         targets = module.state_dict(keep_vars=True)
         for local, key in keys[1].items():
             tensor = shared.get(key)
-            if tensor is None:
+            if tensor is None and self.is_fresh(key):
+                tensor = self._made(module, keys[0], local)
+            elif tensor is None:
                 before = time.perf_counter()
                 tensor = self.index.read(key, self.dtype if targets[local].is_floating_point() else None)
                 read_s += time.perf_counter() - before
-                if self.tied and key == table:
-                    shared[key] = tensor
+            if self.tied and key == table:
+                shared[key] = tensor
             state[local] = tensor
         with foreign("The tensors do not fit the model", str(self.folder), "weights that agree with config.json"):
             module.load_state_dict(state, assign=True, strict=True)
         return read_s
+
+    def is_fresh(self, key: str) -> bool:
+        """Whether a tensor is made here and not read."""
+        return False
+
+    def _made(self, module: nn.Module, prefix: str, local: str) -> torch.Tensor:
+        raise NotImplementedError
 
     def _load_whole(self, segment: Segment, shared: dict[str, torch.Tensor]) -> Part:
         started = time.perf_counter()
@@ -300,7 +333,7 @@ class ModelFiles:
         check_layout(model, self.family, str(self.folder))
         read = time.perf_counter()
         base = getattr(model, self.family.base)
-        kept = list(getattr(base, self.family.layers))[segment.begin : segment.end]
+        kept = list(self.family.blocks_of(base))[segment.begin : segment.end]
         leave_out(model, self.family, segment, self.dtype)
         set_blocks(model, self.family, segment, kept, self.config)
         own_memory(model)

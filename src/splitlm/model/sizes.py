@@ -102,7 +102,7 @@ class ModelShape:
 
     @property
     def _layers(self) -> Any:
-        return getattr(getattr(self._model, self._family.base), self._family.layers)
+        return self._family.blocks_of(getattr(self._model, self._family.base))
 
     def size(self, segment: Segment, seen: set[int]) -> SegmentSizes:
         """Sizes of a segment on a node that holds the tensors in ``seen`` already."""

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from splitlm.core.cut import Segment
 from splitlm.core.errors import CheckpointError, ModelError, UnknownFamilyError
@@ -22,6 +22,8 @@ from splitlm.model.border import foreign
 from splitlm.model.family import Family, check_layout
 
 BlockFactory = Callable[[int], nn.Module]
+AUTO: dict[str, Any] = {"causal": AutoModelForCausalLM, "classify": AutoModelForSequenceClassification}
+"""Class of transformers that builds a whole model, by what its head is for."""
 
 
 class NoPositions(nn.Module):
@@ -34,6 +36,14 @@ class NoPositions(nn.Module):
     def forward(self, _: torch.Tensor) -> torch.Tensor:
         """What is added instead of a position's embedding."""
         return self._nothing
+
+
+class Embedded(nn.Module):
+    """Stands for a module that embeds, adds positions and normalises, where an earlier stage did all that."""
+
+    def forward(self, inputs_embeds: torch.Tensor, **_: Any) -> torch.Tensor:
+        """What came, as it is."""
+        return inputs_embeds
 
 
 class Blocks(nn.ModuleList):
@@ -61,7 +71,7 @@ def build_skeleton(config: Any, family: Family, dtype: torch.dtype, where: str) 
     config.num_hidden_layers = 0
     with foreign("transformers cannot build the model", where, f"the config of a {family.name} model"):
         with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False)
+            model = AUTO[family.task].from_config(config, dtype=dtype, trust_remote_code=False)
         check_layout(model, family, where)
         return model.eval()
 
@@ -79,7 +89,7 @@ def block_factory(skeleton: Any, config: Any, family: Family, dtype: torch.dtype
     config = copy.deepcopy(config)
     config._attn_implementation = skeleton.config._attn_implementation
     base = type(getattr(skeleton, family.base))
-    names = list(getattr(base, "_no_split_modules", None) or ())
+    names = [family.block] if family.block else list(getattr(base, "_no_split_modules", None) or ())
     module = sys.modules[base.__module__]
     block: Any = next((getattr(module, name) for name in names if hasattr(module, name)), None)
     if block is None:
@@ -113,13 +123,17 @@ def leave_out(model: Any, family: Family, segment: Segment, dtype: torch.dtype) 
     """Put placeholders where another segment has the embedding, or the norm and the head."""
     base = getattr(model, family.base)
     if not segment.embed:
-        setattr(base, family.embed, nn.Identity())
+        whole = family.task == "classify"  # its embedding adds positions itself
+        setattr(base, family.embed, Embedded() if whole else nn.Identity())
+        for name, module in base.named_children():
+            if isinstance(module, nn.Dropout):  # after the embedding
+                setattr(base, name, nn.Identity())
         if family.positions:
             setattr(base, family.positions, NoPositions(dtype))
         if family.scale:
             setattr(base, family.scale, 1.0)
     if not segment.head:
-        setattr(base, family.norm, nn.Identity())
+        setattr(base, family.norm, None if family.task == "classify" else nn.Identity())
         setattr(model, family.head, nn.Identity())
 
 
@@ -130,7 +144,7 @@ def set_blocks(model: Any, family: Family, segment: Segment, blocks: list[nn.Mod
         whole: the whole model's config; the blocks keep it.
     """
     base = getattr(model, family.base)
-    setattr(base, family.layers, Blocks(blocks))
+    family.set_blocks(base, Blocks(blocks))
     config = copy.deepcopy(whole)
     config.num_hidden_layers = segment.count
     for name in family.per_block:
@@ -160,14 +174,19 @@ def compute_buffers(model: Any, where: str) -> None:
             continue
         for b in lost:
             like = getattr(module, b)
-            if not like.is_floating_point():  # whether it was filled could not be seen
-                raise _unfilled(name, b, where)
-            setattr(module, b, torch.full_like(like, float("nan"), device="cpu"))
+            setattr(module, b, torch.full_like(like, _unset(like.dtype), device="cpu"))
         with foreign(f"transformers cannot compute the buffers of {name}", where, "a config that it can use"):
             model._init_weights(module)
         for b in lost:
-            if bool(getattr(module, b).isnan().any()):
+            now = getattr(module, b)
+            empty = now.isnan() if now.is_floating_point() else now == _unset(now.dtype)
+            if bool(empty.any()):
                 raise _unfilled(name, b, where)
+
+
+def _unset(dtype: torch.dtype) -> float:
+    """A value that no buffer has once it is filled."""
+    return float("nan") if dtype.is_floating_point else torch.iinfo(dtype).min
 
 
 def _unfilled(module: str, buffer: str, where: str) -> CheckpointError:

@@ -127,7 +127,7 @@ class Stage:
         """
         part = self.part
         base = getattr(part.module, self._files.family.base)
-        have = dict(zip(part.segment.blocks, getattr(base, self._files.family.layers), strict=True))
+        have = dict(zip(part.segment.blocks, self._files.family.blocks_of(base), strict=True))
         missing = [i for i in segment.blocks if i not in have and i not in blocks]
         if missing or (segment.embed, segment.head) != (part.segment.embed, part.segment.head):
             raise ProtocolError(

@@ -38,8 +38,17 @@ MAX_PAYLOAD = 256 * 1024 * 1024
 MAX_TENSORS = 8
 MAX_RANK = 8
 
-DType = Literal["float32", "float16", "bfloat16", "int64", "int32", "uint8"]
-ITEM_BYTES: dict[str, int] = {"float32": 4, "float16": 2, "bfloat16": 2, "int64": 8, "int32": 4, "uint8": 1}
+DType = Literal["float64", "float32", "float16", "bfloat16", "int64", "int32", "uint8", "bool"]
+ITEM_BYTES: dict[str, int] = {
+    "float64": 8,
+    "float32": 4,
+    "float16": 2,
+    "bfloat16": 2,
+    "int64": 8,
+    "int32": 4,
+    "uint8": 1,
+    "bool": 1,
+}
 
 
 class Spec(msgspec.Struct, frozen=True, array_like=True):

@@ -1,0 +1,122 @@
+"""Training without a cut, in one process: what every parity test of training compares with.
+
+One owner after the other and one microbatch after the other, in the order of their indices. Every owner has the first
+and the last part of the model to itself; the body is one. Each partition has its own optimizer, and is clipped alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from splitlm.core.cut import Segment
+from splitlm.model.lora import Lora
+from splitlm.model.seeding import Seeding
+from splitlm.model.stepping import Stepping, step
+from splitlm.model.tunable import TunableFiles
+from splitlm.model.tuned import Loss, TunedPart
+
+
+class Batch(Protocol):
+    """What is used of a microbatch, see ``finetune.batch.Microbatch``."""
+
+    @property
+    def ids(self) -> torch.Tensor:
+        """``[B, T]``."""
+        ...
+
+    @property
+    def mask(self) -> torch.Tensor:
+        """``[B, T]``."""
+        ...
+
+    @property
+    def labels(self) -> torch.Tensor:
+        """``[B]`` or ``[B, T]``."""
+        ...
+
+    @property
+    def weight(self) -> int:
+        """Items of its loss."""
+        ...
+
+
+class UncutTrainer:
+    """The whole model, once per owner, with one body for all.
+
+    Args:
+        files: the model.
+        cut: the segments that the parties would hold, first, body and last.
+        loss: as in ``TunedPart.score``.
+        owners: how many.
+        seed: of dropout; None turns it off.
+    """
+
+    def __init__(
+        self,
+        files: TunableFiles,
+        cut: Sequence[Segment],
+        loss: Loss,
+        stepping: Stepping,
+        *,
+        owners: int = 1,
+        seed: int | None = None,
+        lora: Lora | None = None,
+        frozen_embedding: bool = False,
+        token_weighted: bool = False,
+    ) -> None:
+        self._loss, self._stepping, self._token = loss, stepping, token_weighted
+        self._seedings = [Seeding(seed) if seed is not None else None for _ in range(owners)]
+        whole = Segment(0, files.blocks, embed=True, head=True)
+        self.parts = [
+            TunedPart(files.load([whole])[0], files, seeding=s, lora=lora, frozen_embedding=frozen_embedding)
+            for s in self._seedings
+        ]
+        body = cut[1].blocks if len(cut) > 2 else range(0)
+        prefixes = tuple(files.family.block_prefix(i) for i in body)
+        first = self.parts[0].parameters()
+        self.body = {name: p for name, p in first.items() if name.startswith(prefixes)} if prefixes else {}
+        for part in self.parts[1:]:
+            _share(part, self.body)
+        self.own = [{n: p for n, p in part.parameters().items() if n not in self.body} for part in self.parts]
+        self._optimizers = [stepping.make(own) for own in self.own]
+        self._body_optimizer = stepping.make(self.body)
+
+    def window(self, round_: int, window: int, batches: Mapping[int, Sequence[Batch]]) -> float:
+        """One window over every owner's microbatches; the mean loss."""
+        total = sum(batch.weight if self._token else 1 for of in batches.values() for batch in of)
+        sums = self._sum(round_, window, batches, total)
+        for owner, optimizer in enumerate(self._optimizers):
+            own = sum(batch.weight if self._token else 1 for batch in batches.get(owner, ()))
+            if own:
+                gradients = {n: p.grad for n, p in self.own[owner].items() if p.grad is not None}
+                step(optimizer, self.own[owner], gradients, self._stepping, total / own)
+        gradients = {n: p.grad for n, p in self.body.items() if p.grad is not None}
+        step(self._body_optimizer, self.body, gradients, self._stepping)
+        return sums
+
+    def _sum(self, round_: int, window: int, batches: Mapping[int, Sequence[Batch]], total: int) -> float:
+        mean = 0.0
+        for owner, of in sorted(batches.items()):
+            part, seeding = self.parts[owner], self._seedings[owner]
+            for index, batch in enumerate(of):
+                if seeding is not None:
+                    seeding.at(round_, window, owner, index)
+                scale = 1.0 / total if self._token else 1.0 / (batch.weight * total)
+                key = (owner, index)
+                value, _ = part.score(key, batch.ids, batch.mask, batch.labels, self._loss, scale)
+                part.backward(key)
+                mean += value * scale
+        return mean
+
+
+def _share(part: TunedPart, body: Mapping[str, nn.Parameter]) -> None:
+    """Let a model use the body's parameters instead of its own."""
+    module: Any = part.part.module
+    for local, name in part.names.items():
+        if name in body:
+            path, _, last = local.rpartition(".")
+            setattr(module.get_submodule(path), last, body[name])
