@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from torch.nn import functional
 
 VOCAB, CLASSES, BLOCKS, HIDDEN = 96, 4, 4, 32
 
@@ -92,10 +91,3 @@ def batches(count: int, *, classify: bool, seed: int, rows: int = 3, longest: in
             labels = torch.where(mask.bool(), ids, -100)
             made.append(Batch(ids, mask, labels, int((labels[:, 1:] != -100).sum())))
     return made
-
-
-def loss(output: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, int]:
-    """The sum over the items, as transformers averages it."""
-    if output.dim() == 3:
-        output, labels = output[:, :-1].flatten(0, 1), labels[:, 1:].flatten()
-    return functional.cross_entropy(output, labels, ignore_index=-100, reduction="sum"), int((labels != -100).sum())

@@ -10,21 +10,29 @@ import pytest
 import torch
 
 from splitlm.core.shape import cut_for, find_shape
+from splitlm.finetune.objective import Objective
 from splitlm.model.lora import Lora
 from splitlm.model.seeding import Seeding
 from splitlm.model.stepping import GradientSum, Stepping, step
 from splitlm.model.tunable import TunableFiles
 from splitlm.model.tuned import TunedPart, tie, unique
 from splitlm.model.uncut_train import UncutTrainer
-from tests.tiny_tune import BLOCKS, FAMILIES, Batch, batches, build, loss
+from tests.tiny_tune import BLOCKS, FAMILIES, Batch, batches, build
 
+GOALS = {
+    True: Objective(needs_mask=True, token_loss=False, shift_labels=False, label_key="label"),
+    False: Objective(needs_mask=True, token_loss=True, shift_labels=True, label_key="ids"),
+}
 WINDOWS, MICROBATCHES = 6, 3
 
 
 class Chain:
     """All parts of one owner and one worker, one after the other."""
 
-    def __init__(self, files: TunableFiles, segments: Sequence[Any], places: Sequence[str], stepping: Stepping, **how: Any):
+    def __init__(
+        self, files: TunableFiles, segments: Sequence[Any], places: Sequence[str], stepping: Stepping, **how: Any
+    ):
+        self.goal = how.pop("goal")
         seed = how.pop("seed")
         self.seeding = Seeding(seed) if seed is not None else None
         self.places, self.stepping = places, stepping
@@ -33,7 +41,9 @@ class Chain:
             mine = [i for i, place in enumerate(places) if place == role]
             for i, part in zip(mine, files.load([segments[i] for i in mine]), strict=True):
                 self.parts[i] = TunedPart(part, files, seeding=self.seeding, **how)
-        self.of = {role: [p for p, at in zip(self.parts, places, strict=True) if at == role] for role in ("owner", "worker")}
+        self.of = {
+            role: [p for p, at in zip(self.parts, places, strict=True) if at == role] for role in ("owner", "worker")
+        }
         for parts in self.of.values():
             tie(parts)
         self.parameters = {role: unique(parts) for role, parts in self.of.items()}
@@ -53,7 +63,7 @@ class Chain:
             for part in self.parts[:-1]:
                 at = part.forward(key, at, batch.mask).clone()
             scale = 1.0 / (batch.weight * total)
-            value, _ = self.parts[-1].score(key, at, batch.mask, batch.labels, loss, scale)
+            value, _ = self.parts[-1].score(key, at, batch.mask, batch.labels, self.goal, scale)
             forward[key] = value * scale
         for key in order[1:] + order[:1]:
             gradient = None
@@ -69,7 +79,7 @@ class Chain:
         return mean
 
 
-@pytest.mark.parametrize("lora", [None, Lora(r=4, alpha=8.0)], ids=["full", "lora"])
+@pytest.mark.parametrize("lora", [None, Lora(r=4, alpha=8)], ids=["full", "lora"])
 @pytest.mark.parametrize("dropout", [0.0, 0.2])
 @pytest.mark.parametrize("family", list(FAMILIES))
 def test_parts_train_as_the_whole(family: str, dropout: float, lora: Lora | None, tmp_path: Path) -> None:
@@ -78,8 +88,9 @@ def test_parts_train_as_the_whole(family: str, dropout: float, lora: Lora | None
     files = TunableFiles(folder, dtype="float64", seed=3)
     segments = cut_for(shape, BLOCKS, 1, 1)
     stepping = Stepping(learning_rate=1e-2, clip_grad_norm=0.5)
-    chain = Chain(files, segments, shape.places, stepping, seed=7 if dropout else None, lora=lora)
-    whole = UncutTrainer(files, segments, loss, stepping, seed=7 if dropout else None, lora=lora)
+    goal = GOALS[family == "bert"]
+    chain = Chain(files, segments, shape.places, stepping, seed=7 if dropout else None, lora=lora, goal=goal)
+    whole = UncutTrainer(files, segments, goal, stepping, seed=7 if dropout else None, lora=lora)
     classify = family == "bert"
     losses = []
     for window in range(WINDOWS):

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import msgspec
 
+from splitlm.core import training
 from splitlm.core.cut import Cut
 from splitlm.core.errors import ProtocolError, SplitlmError
+from splitlm.core.message import Message
 
 MAX_MESSAGE_BYTES = 8 * 1024
 """Largest control message on the wire."""
 MAX_TROUBLE = 1500
 """Characters of an error's text that travel; each is at most 4 bytes."""
-
-
-class Message(msgspec.Struct, frozen=True, tag_field="kind", tag=lambda name: name.lower()):
-    """Base of all control messages."""
 
 
 class Join(Message, frozen=True):
@@ -234,6 +232,7 @@ Any = (
     | Done
     | Abort
     | Finish
+    | training.Any
 )
 _DECODER = msgspec.json.Decoder(Any)
 """Made once: looking at all kinds of message takes longer than reading one."""

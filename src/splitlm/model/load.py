@@ -320,7 +320,7 @@ class ModelFiles:
             module.load_state_dict(state, assign=True, strict=True)
         return read_s
 
-    def is_fresh(self, key: str) -> bool:
+    def is_fresh(self, _key: str) -> bool:
         """Whether a tensor is made here and not read."""
         return False
 

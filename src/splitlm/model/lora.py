@@ -13,6 +13,8 @@ import msgspec
 import torch
 from torch import nn
 
+from transformers.pytorch_utils import Conv1D
+
 from splitlm.core.errors import UsageError
 from splitlm.model.tunable import seed_of
 
@@ -29,7 +31,7 @@ class Lora(msgspec.Struct, frozen=True):
     """
 
     r: int = 8
-    alpha: float = 16.0
+    alpha: int = 16
     targets: tuple[str, ...] = ()
 
 
@@ -62,7 +64,15 @@ def adapt(module: nn.Module, lora: Lora, targets: tuple[str, ...]) -> list[nn.Mo
     module.requires_grad_(False)
     if not any(name.rpartition(".")[2] in targets for name, _ in module.named_modules()):
         return []
-    config = LoraConfig(r=lora.r, lora_alpha=lora.alpha, target_modules=list(targets), lora_dropout=0.0, bias="none")
+    turned = any(isinstance(m, Conv1D) for n, m in module.named_modules() if n.rpartition(".")[2] in targets)
+    config = LoraConfig(
+        r=lora.r,
+        lora_alpha=lora.alpha,
+        target_modules=list(targets),
+        lora_dropout=0.0,
+        bias="none",
+        fan_in_fan_out=turned,  # GPT-2 keeps its matrices the other way round
+    )
     with torch.random.fork_rng(devices=[]):
         inject_adapter_in_model(config, module, adapter_name=ADAPTER)
     return [layer for layer in module.modules() if isinstance(layer, LoraLayer)]

@@ -96,13 +96,14 @@ class TunableFiles(ModelFiles):
                     return older
         return found
 
-    def is_fresh(self, key: str) -> bool:
+    def is_fresh(self, _key: str) -> bool:
         """Whether a tensor is made here: all of them from scratch, or a classifier's head that was never stored.
 
         A stored head of another number of classes is one for other labels, and is made anew too.
         """
         if self._scratch:
             return True
+        key = _key
         if self.family.task != "classify" or not key.startswith((f"{self.family.head}.", self._pooler)):
             return False
         if key not in self.index:

@@ -6,8 +6,8 @@ between its graph is kept, and nothing is computed twice: dropout would not be t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -21,8 +21,18 @@ from splitlm.model.tunable import TunableFiles
 
 Key = tuple[int, int]
 """A microbatch of a window: its owner, and its index there."""
-Loss = Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, int]]
-"""Output and labels to the sum of the loss over its items, and their number."""
+
+
+class Goal(Protocol):
+    """What is minimised, see ``finetune.objective.Objective``."""
+
+    def run(self, model: Any, inputs: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        """The model's output; ``model(inputs, mask)`` gives the head's."""
+        ...
+
+    def value(self, output: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, int]:
+        """The sum of the loss over its items, and their number."""
+        ...
 
 
 class TunedPart:
@@ -109,7 +119,7 @@ class TunedPart:
         return out.detach()
 
     def score(
-        self, key: Key, inputs: torch.Tensor, mask: torch.Tensor, labels: torch.Tensor, loss: Loss, scale: float
+        self, key: Key, inputs: torch.Tensor, mask: torch.Tensor, labels: torch.Tensor, goal: Goal, scale: float
     ) -> tuple[float, int]:
         """Run the part with the head up to the loss, keep its graph, and return the loss's sum and its items.
 
@@ -120,7 +130,7 @@ class TunedPart:
             ModelError: the loss is not finite. Otherwise as ``forward``.
         """
         leaf, given = self._given(key, inputs, mask, keep=True)
-        total, count = loss(self._module(**given).logits, labels)
+        total, count = goal.value(goal.run(self._head(given), *self._seen(leaf, inputs, mask)), labels)
         value = float(total.detach())
         if not torch.isfinite(total):
             raise ModelError(
@@ -130,11 +140,27 @@ class TunedPart:
         return value, count
 
     @torch.no_grad()
-    def outputs(self, inputs: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    def outputs(self, inputs: torch.Tensor, mask: torch.Tensor, goal: Goal) -> torch.Tensor:
         """The head's outputs, without a graph: for validation."""
-        _, given = self._given((-1, -1), inputs, mask, keep=False)
-        logits: torch.Tensor = self._module(**given).logits
-        return logits
+        leaf, given = self._given((-1, -1), inputs, mask, keep=False)
+        return goal.run(self._head(given), *self._seen(leaf, inputs, mask))
+
+    def _head(self, given: dict[str, Any]) -> Any:
+        """The part with the head as an objective calls it."""
+        name = "input_ids" if self.segment.embed else "inputs_embeds"
+
+        def run(inputs: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
+            now = given | {name: inputs} | ({} if mask is None else {"attention_mask": mask.to(torch.int64)})
+            if mask is None:
+                now.pop("attention_mask")
+            logits: torch.Tensor = self._module(**now).logits
+            return logits
+
+        return run
+
+    @staticmethod
+    def _seen(leaf: torch.Tensor | None, inputs: torch.Tensor, mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return (inputs if leaf is None else leaf), mask
 
     def backward(self, key: Key, gradient: torch.Tensor | None = None) -> torch.Tensor | None:
         """Take a microbatch's gradient through its graph, which is freed; the gradient of its input, if it had one.
@@ -160,7 +186,7 @@ class TunedPart:
             )
         del self._graphs[key]
         if out.requires_grad:  # a front whose embedding is frozen and that has nothing else has no gradient
-            out.backward(gradient)
+            torch.autograd.backward(out, gradient)
         return leaf.grad if leaf is not None else None
 
     def drop(self) -> None:
@@ -258,4 +284,3 @@ def load_into(parameters: Mapping[str, nn.Parameter], tensors: Mapping[str, torc
             )
         with torch.no_grad():
             parameter.copy_(tensor)
-

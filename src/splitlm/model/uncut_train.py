@@ -17,7 +17,7 @@ from splitlm.model.lora import Lora
 from splitlm.model.seeding import Seeding
 from splitlm.model.stepping import Stepping, step
 from splitlm.model.tunable import TunableFiles
-from splitlm.model.tuned import Loss, TunedPart
+from splitlm.model.tuned import Goal, TunedPart
 
 
 class Batch(Protocol):
@@ -50,7 +50,7 @@ class UncutTrainer:
     Args:
         files: the model.
         cut: the segments that the parties would hold, first, body and last.
-        loss: as in ``TunedPart.score``.
+        goal: as in ``TunedPart.score``.
         owners: how many.
         seed: of dropout; None turns it off.
     """
@@ -59,7 +59,7 @@ class UncutTrainer:
         self,
         files: TunableFiles,
         cut: Sequence[Segment],
-        loss: Loss,
+        goal: Goal,
         stepping: Stepping,
         *,
         owners: int = 1,
@@ -68,7 +68,7 @@ class UncutTrainer:
         frozen_embedding: bool = False,
         token_weighted: bool = False,
     ) -> None:
-        self._loss, self._stepping, self._token = loss, stepping, token_weighted
+        self._goal, self._stepping, self._token = goal, stepping, token_weighted
         self._seedings = [Seeding(seed) if seed is not None else None for _ in range(owners)]
         whole = Segment(0, files.blocks, embed=True, head=True)
         self.parts = [
@@ -107,7 +107,7 @@ class UncutTrainer:
                     seeding.at(round_, window, owner, index)
                 scale = 1.0 / total if self._token else 1.0 / (batch.weight * total)
                 key = (owner, index)
-                value, _ = part.score(key, batch.ids, batch.mask, batch.labels, self._loss, scale)
+                value, _ = part.score(key, batch.ids, batch.mask, batch.labels, self._goal, scale)
                 part.backward(key)
                 mean += value * scale
         return mean

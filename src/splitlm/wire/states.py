@@ -12,28 +12,45 @@ from typing import Literal
 from splitlm.core.errors import ProtocolError
 from splitlm.wire.frame import (
     Answer,
+    Backward,
     Challenge,
     Close,
     Fence,
+    Forward,
     Header,
     Hello,
     Hidden,
     Mark,
     Open,
+    Piece,
     Refused,
     Rows,
     Said,
+    Scored,
     Token,
     Welcome,
+    Whole,
 )
 
-Purpose = Literal["data", "control", "move"]
+Purpose = Literal["data", "control", "move", "activation", "gradient", "state"]
 Role = Literal["dialler", "listener"]
 State = Literal[
-    "new", "greeted", "challenged", "answered", "linked", "sessions", "tokens", "talking", "moving", "refused"
+    "new",
+    "greeted",
+    "challenged",
+    "answered",
+    "linked",
+    "sessions",
+    "tokens",
+    "talking",
+    "moving",
+    "forwards",
+    "backwards",
+    "states",
+    "refused",
 ]
 
-PURPOSES: tuple[Purpose, ...] = ("data", "control", "move")
+PURPOSES: tuple[Purpose, ...] = ("data", "control", "move", "activation", "gradient", "state")
 MEANING: dict[State, str] = {
     "new": "connected, nothing was said",
     "greeted": "the dialler said what it wants",
@@ -44,9 +61,19 @@ MEANING: dict[State, str] = {
     "tokens": "data plane, the way home",
     "talking": "control plane",
     "moving": "between neighbours that move blocks",
+    "forwards": "training: what parts hand on",
+    "backwards": "training: gradients on their way back",
+    "states": "training: between a party and the aggregator",
     "refused": "one side refused; the connection closes",
 }
-OPEN: dict[Purpose, State] = {"data": "linked", "control": "talking", "move": "moving"}
+OPEN: dict[Purpose, State] = {
+    "data": "linked",
+    "control": "talking",
+    "move": "moving",
+    "activation": "forwards",
+    "gradient": "backwards",
+    "state": "states",
+}
 """The state in which a finished handshake leaves a connection."""
 
 
@@ -89,10 +116,28 @@ _MOVE: dict[tuple[State, Role, type[Header]], State] = {
     ("moving", "listener", Mark): "moving",
     **_refusals("moving"),
 }
+
+
+def _both(state: State, *kinds: type[Header]) -> dict[tuple[State, Role, type[Header]], State]:
+    """A state in which either side may send these, and stays."""
+    roles: tuple[Role, ...] = ("dialler", "listener")
+    return {
+        ("answered", "listener", Welcome): state,
+        **{(state, role, kind): state for role in roles for kind in kinds},
+        **_refusals(state),
+    }
+
+
+_ACTIVATION = _both("forwards", Forward)
+_GRADIENT = _both("backwards", Backward, Scored)
+_STATE = _both("states", Piece, Whole)
 TABLE: dict[Purpose, dict[tuple[State, Role, type[Header]], State]] = {
     "data": _HANDSHAKE | _DATA,
     "control": _HANDSHAKE | _CONTROL,
     "move": _HANDSHAKE | _MOVE,
+    "activation": _HANDSHAKE | _ACTIVATION,
+    "gradient": _HANDSHAKE | _GRADIENT,
+    "state": _HANDSHAKE | _STATE,
 }
 """``TABLE[purpose][state, sender, kind of frame]`` is the next state; what is not in it is not allowed."""
 
@@ -143,6 +188,9 @@ def markdown() -> str:
         ("Data plane", _DATA),
         ("Control plane", _CONTROL),
         ("Moves", _MOVE),
+        ("Training, activations", _ACTIVATION),
+        ("Training, gradients", _GRADIENT),
+        ("Training, states", _STATE),
     ):
         lines += ["", f"**{title}**", "", "| in state | the | may send | then the state is |", "|---|---|---|---|"]
         lines += [

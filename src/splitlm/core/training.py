@@ -1,0 +1,214 @@
+"""The control messages of training. A party is an owner or a worker; both talk with the coordinator alone.
+
+A window of an agreed shape is one barrier (core/barrier.py): its PREPARE opens the window, a party's READY says that
+its gradients are complete and finite, and nobody steps before COMMIT.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+from splitlm.core.message import Message
+from splitlm.core.shape import Role
+
+
+class Register(Message, frozen=True):
+    """Party to coordinator: I am here.
+
+    Attributes:
+        role: what it can be.
+        name: how it calls itself (``host:pid``).
+        weight: how much of the work a worker takes, against the others.
+    """
+
+    role: Role
+    name: str
+    weight: float = 1.0
+
+
+class Start(Message, frozen=True):
+    """Coordinator to party: the run begins, and this is your part in it.
+
+    Attributes:
+        party: its number among those of its role.
+        owners: how many owners there are.
+        workers: how many workers there are.
+        run: number of the run, to be claimed on every link.
+        settings: of the run (``core.config.resolved``), which hold for all.
+        classes: of a classifier's head; 0 where there is none, or where the owners are to say.
+        aggregator: where states go (host and port); an empty host means: where you reached me.
+        resume: the last complete round that is to be gone on from; −1 for a new run.
+    """
+
+    party: int
+    owners: int
+    workers: int
+    run: str
+    settings: dict[str, object]
+    classes: int = 0
+    aggregator: tuple[str, int] = ("", 0)
+    resume: int = -1
+
+
+class Loaded(Message, frozen=True, tag="trainloaded"):
+    """Party to coordinator: my parts are built, and I listen (workers), or my rows are read (owners).
+
+    An empty ``host`` means: the address from which you see me.
+    """
+
+    host: str = ""
+    activation: int = 0
+    gradient: int = 0
+    rows: int = 0
+    parameters: int = 0
+
+
+class Peer(msgspec.Struct, frozen=True):
+    """A worker as owners reach it."""
+
+    worker: int
+    host: str
+    activation: int
+    gradient: int
+    weight: float
+
+
+class Peers(Message, frozen=True):
+    """Coordinator to all: these take part from now on; owners dial the workers they have no link to."""
+
+    owners: list[int]
+    workers: list[Peer]
+
+
+class Linked(Message, frozen=True):
+    """Party to coordinator: I am linked to all of ``Peers``."""
+
+
+class Round(Message, frozen=True):
+    """Coordinator to all: a round begins."""
+
+    round: int
+    validate: bool = False
+
+
+class Window(Message, frozen=True):
+    """Coordinator to all (the barrier's PREPARE): a window begins; owners say what they have for it.
+
+    Attributes:
+        seq: number of the barrier; every attempt has a higher one.
+        round: of the run.
+        window: of the round; an attempt that is repeated has the same.
+        workers: who takes part.
+    """
+
+    seq: int
+    round: int
+    window: int
+    workers: list[int]
+
+
+class Plan(Message, frozen=True):
+    """Owner to coordinator: what I have for this window.
+
+    Attributes:
+        assign: the worker of each of its microbatches, in their order.
+        items: of the losses of all of them, for a token-weighted mean.
+        left: how many microbatches are left for later windows.
+    """
+
+    seq: int
+    assign: list[int]
+    items: int
+    left: int
+
+
+class Share(msgspec.Struct, frozen=True):
+    """One owner's plan."""
+
+    owner: int
+    assign: list[int]
+    items: int
+
+
+class Opened(Message, frozen=True):
+    """Coordinator to all: every owner has planned; compute."""
+
+    seq: int
+    shares: list[Share]
+
+
+class Stepped(Message, frozen=True):
+    """Party to coordinator, beside the barrier's DONE: what the window was like here.
+
+    Sums and counts alone; the loss's are an owner's.
+    """
+
+    seq: int
+    loss: float = 0.0
+    items: int = 0
+    tokens_per_s: float = 0.0
+    norm: float = 0.0
+
+
+class Notify(Message, frozen=True):
+    """Owner to coordinator: my rows of this round are done, backward and stepped.
+
+    Attributes:
+        samples: rows that were used.
+        loss: sum over ``items``.
+        correct: of the validation's metric, over ``counted``; nothing where there was none.
+    """
+
+    round: int
+    samples: int
+    loss: float
+    items: int
+    valid_loss: float = 0.0
+    valid_items: int = 0
+    correct: float = 0.0
+    counted: int = 0
+
+
+class Gather(Message, frozen=True):
+    """Coordinator to all: send your state to the aggregator, and take the average from it."""
+
+    round: int
+    samples: int
+
+
+class Saved(Message, frozen=True):
+    """Party to coordinator: the round's average is in place, and my file of it is written."""
+
+    round: int
+    file: str = ""
+    digest: str = ""
+    nbytes: int = 0
+
+
+class Failed(Message, frozen=True):
+    """Party to coordinator: I cannot go on, and this is why. ``code`` is the exit code of the error's class."""
+
+    code: int
+    text: str
+    where: Literal["", "window", "round"] = ""
+    seq: int = 0
+
+
+Any = (
+    Register
+    | Start
+    | Loaded
+    | Peers
+    | Linked
+    | Round
+    | Window
+    | Plan
+    | Opened
+    | Stepped
+    | Notify
+    | Gather
+    | Saved
+    | Failed
+)
