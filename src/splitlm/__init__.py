@@ -6,11 +6,12 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from splitlm.core.sampling import Sampling
+    from splitlm.finetune.objective import register_objective
     from splitlm.local import Generation, Ring
     from splitlm.node.plan import Plan, plan
 
 __version__ = "0.1.0"
-__all__ = ["Generation", "Plan", "Ring", "Sampling", "__version__", "plan"]
+__all__ = ["Generation", "Plan", "Ring", "Sampling", "__version__", "plan", "register_objective"]
 
 _WHERE = {
     "Generation": "splitlm.local",
@@ -18,6 +19,7 @@ _WHERE = {
     "Ring": "splitlm.local",
     "Sampling": "splitlm.core.sampling",
     "plan": "splitlm.node.plan",
+    "register_objective": "splitlm.finetune.objective",
 }
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -57,6 +57,7 @@ def encode(
     context: int,
     max_length: int | None = None,
     num_labels: int | None = None,
+    only: Iterable[int] | None = None,
 ) -> Encoded:
     """The rows as token ids and labels.
 
@@ -73,6 +74,7 @@ def encode(
         max_length: tokens per row at most; the default is 128 for classification and 512 for token losses. Never more
             than ``context``.
         num_labels: classes that the model has, where that is known already.
+        only: numbers of the rows that are wanted, such as one owner's; all, if none are named.
 
     Raises:
         UsageError: the objective needs labels and the rows have none, a label is beyond ``num_labels``, a length is
@@ -85,7 +87,8 @@ def encode(
         _check_labels(rows, objective, num_labels)
     found: list[tuple[int, Example]] = []
     ending = _ending(codec)
-    for row in range(len(rows)):
+    wanted = range(len(rows)) if only is None else sorted(set(only))
+    for row in wanted:
         try:
             example = (
                 _tokens(rows, row, codec, objective, length)
@@ -100,12 +103,12 @@ def encode(
             ) from error
         if example.weight:
             found.append((row, example))
-    if len(found) < len(rows):
+    if len(found) < len(wanted):
         _log.warning(
             "%s: %d of %d rows have nothing to learn within %d tokens and are left out",
             rows.source,
-            len(rows) - len(found),
-            len(rows),
+            len(wanted) - len(found),
+            len(wanted),
             length,
         )
     return Encoded(tuple(example for _, example in found), tuple(row for row, _ in found))

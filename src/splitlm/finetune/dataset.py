@@ -102,15 +102,22 @@ def load_rows(name_or_path: str, split: str, base: Path | None = None, *, label_
         file = cached and _find(cached, known.folder if known else "data", name, split)
         if file:
             return _read(file, label_key)
-        if importlib.util.find_spec("datasets"):
+        if _installed("datasets"):
             return _from_library(hub, known.folder if known else None, split, label_key)
+        absent = "is not in the hub's cache, and the datasets library, which could fetch it, is not installed"
+    else:
+        absent = "is neither a file, a folder nor a hub id"
     raise UsageError(
-        f"no hub and no path: {name_or_path} is no file or folder, not in the hub's cache, and the datasets library, "
-        "which could fetch it, is not installed",
+        f"no hub and no path: {name_or_path} {absent}",
         where="server.data-name",
         expected=f"{', '.join(n.upper() for n in _KNOWN)}, a hub id, or a {', '.join(_KINDS)} file",
         remedy=f"Name a local file or folder with {_SETTING}, or install the extra: pip install 'splitlm[data]'",
     )
+
+
+def _installed(package: str) -> bool:
+    spec = importlib.util.find_spec(package)
+    return spec is not None and spec.origin is not None  # a folder of that name in the working directory has no origin
 
 
 def _exists(path: Path) -> bool:
@@ -174,10 +181,10 @@ def _from_library(hub: str, config: str | None, split: str, label_key: str) -> R
     datasets: Any = importlib.import_module("datasets")
     try:
         rows = datasets.load_dataset(hub, config, split=split)
-    except (OSError, ValueError, RuntimeError, ImportError, LookupError) as error:
+    except (datasets.exceptions.DatasetsError, OSError, ValueError, RuntimeError, LookupError) as error:
         reason = " ".join(str(error).split())[:200]
         raise UsageError(
-            f"no hub and no path: the datasets library cannot give {split!r} of {hub} "
+            f"{'no hub and no path: ' * isinstance(error, OSError)}the datasets library cannot give {split!r} of {hub} "
             f"({type(error).__name__}: {reason})",
             where="server.data-name",
             expected="a data set in its cache, or a hub that answers",
@@ -196,7 +203,7 @@ def _read(path: Path, label_key: str) -> Rows:
             if kind == ".jsonl":
                 return _rows(str(path), _jsonl(path, lines), label_key)
             if kind == ".csv":
-                return _rows(str(path), _csv(lines, label_key), label_key)
+                return _rows(str(path), _csv(path, lines, label_key), label_key)
             if kind == ".txt":
                 return _rows(
                     str(path),
@@ -225,9 +232,16 @@ def _jsonl(path: Path, lines: Iterable[str]) -> Iterator[tuple[str, Any]]:
                 ) from error
 
 
-def _csv(lines: Iterable[str], label_key: str) -> Iterator[tuple[str, Any]]:
+def _csv(path: Path, lines: Iterable[str], label_key: str) -> Iterator[tuple[str, Any]]:
     reader = csv.DictReader(lines, strict=True)
     for row in reader:
+        if None in row:
+            raise UsageError(
+                "more fields than the header has",
+                where=f"{path}, line {reader.line_num}",
+                expected="as many fields in every row",
+                remedy="Put a text that has commas between double quotes",
+            )
         label = row.get(label_key)
         # CSV has no numbers; what is not one stays a string, and is refused as such.
         number = label is not None and re.fullmatch(r"\s*-?\d{1,9}\s*", label, re.ASCII)
@@ -235,7 +249,7 @@ def _csv(lines: Iterable[str], label_key: str) -> Iterator[tuple[str, Any]]:
 
 
 def _parquet(path: Path) -> Iterator[tuple[str, Any]]:
-    if not importlib.util.find_spec("pyarrow"):
+    if not _installed("pyarrow"):
         raise UsageError(
             "a parquet file, and pyarrow is not installed",
             where=str(path),
@@ -244,7 +258,7 @@ def _parquet(path: Path) -> Iterator[tuple[str, Any]]:
     parquet: Any = importlib.import_module("pyarrow.parquet")
     try:
         rows = parquet.read_table(path).to_pylist()
-    except (OSError, ValueError) as error:  # pyarrow's own errors are of these classes
+    except (OSError, ValueError, RuntimeError, LookupError) as error:  # pyarrow's own errors are of these classes
         raise UsageError(f"not a parquet file ({error})", where=str(path), expected="rows in parquet") from error
     yield from ((f"row {i}", row) for i, row in enumerate(rows))
 
@@ -262,7 +276,7 @@ def _rows(source: str, found: Iterable[tuple[str, Any]], label_key: str) -> Rows
         texts = tuple(_text(source, place, row, "question") for place, row in rows)
         return Rows(source, texts, answers=tuple(_text(source, place, row, "answer") for place, row in rows))
     if "text" not in keys:
-        found_keys = ", ".join(sorted(map(str, keys - {None})))
+        found_keys = ", ".join(sorted(map(str, keys)))
         raise UsageError(f"rows with the keys {found_keys or '(none)'}", where=source, expected=f"rows with {_KEYS}")
     texts = tuple(_text(source, place, row, "text") for place, row in rows)
     if label_key not in keys:

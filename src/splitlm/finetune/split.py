@@ -50,7 +50,7 @@ def distribute(
     draw = _Draw(seed)
     left = {c: draw.shuffled([row for row, label in enumerate(labels) if label == c]) for c in classes}
     sizes = _sizes(sum(map(len, left.values())), owners, num_sample)
-    if non_iid:
+    if non_iid and classes:
         shares = [_take(left, size, draw.dirichlet(alpha, len(classes))) for size in sizes]
     else:
         rows = draw.shuffled(sorted(row for found in left.values() for row in found))
