@@ -122,8 +122,8 @@ class Party:
         labels = (batch.labels,) if self.shape.labels_travel else ()
         return Out("activation", self.shape.places[1], -1, header, (out, batch.mask, *labels))
 
-    def take_forward(self, header: Forward, tensors: Sequence[torch.Tensor]) -> list[Out]:
-        """One microbatch comes to a part of this party; what is to be sent because of it.
+    def take_forward(self, header: Forward, tensors: Sequence[torch.Tensor]) -> list[Out] | None:
+        """One microbatch comes to a part of this party; what is to be sent because of it. None: it came before.
 
         Raises:
             ProtocolError: a part that is not here, or tensors that do not belong to it.
@@ -131,7 +131,7 @@ class Party:
         """
         key = (header.owner, header.index)
         if not self._is_new("forward", header):
-            return []
+            return None
         if self._every_batch:
             self._open_batch(header, key)
         part, started = self._part(header.part), time.perf_counter()
@@ -155,15 +155,15 @@ class Party:
             raise ProtocolError("No labels came with a microbatch", where=self.name, expected="labels with its forward")
         return self._turn(part, key, header, hidden, mask, labels)
 
-    def take_backward(self, header: Backward, gradient: torch.Tensor) -> list[Out]:
-        """A gradient comes back to a part of this party; what is to be sent because of it: one part further back.
+    def take_backward(self, header: Backward, gradient: torch.Tensor) -> list[Out] | None:
+        """A gradient comes back to a part of this party; what is to be sent because of it. None: it came before.
 
         Raises:
             ProtocolError: no graph is kept for it here, or it has another shape.
         """
         key = (header.owner, header.index)
         if not self._is_new("backward", header):
-            return []
+            return None
         started = time.perf_counter()
         if not bool(torch.isfinite(gradient).all()):
             raise ModelError(

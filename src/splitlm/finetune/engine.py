@@ -1,0 +1,219 @@
+"""One party's windows: what arrives is computed and sent on, backward before forward, new work only with credit.
+
+The data plane and the compute thread meet here. A window that is over, or was aborted, leaves nothing behind.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from splitlm.core.errors import NetworkError, ProtocolError
+from splitlm.finetune.batch import Microbatch
+from splitlm.finetune.party import Party
+from splitlm.finetune.plane import Neighbour, Plane
+from splitlm.finetune.window import Out, WindowScale
+from splitlm.model import payload
+from splitlm.model.runner import Runner
+from splitlm.model.tuned import Key
+from splitlm.planner.routing import Credits
+from splitlm.wire.frame import Backward, Forward, Frame, Scored
+
+
+@dataclass(frozen=True)
+class WindowPlan:
+    """What a window is to a party.
+
+    Attributes:
+        seq: of the attempt; frames carry it.
+        round: of the run.
+        number: of the window in the round.
+        order: the microbatches that will come here, in the order of their sum.
+        scale: of the loss.
+        batches: an owner's own, by index.
+        assign: the worker of each of them.
+        credit: live microbatches per worker.
+        train: False in validation.
+    """
+
+    seq: int
+    round: int
+    number: int
+    order: Sequence[Key] = ()
+    scale: WindowScale = field(default_factory=WindowScale)
+    batches: Sequence[Microbatch] = ()
+    assign: Sequence[int] = ()
+    credit: int = 1
+    train: bool = True
+
+
+class Engine:
+    """Runs one party's compute over its links.
+
+    Args:
+        party: what computes.
+        plane: its links.
+        runner: its compute thread.
+        timeout_s: how long a window may stand still.
+    """
+
+    def __init__(self, party: Party, plane: Plane, runner: Runner, timeout_s: float = 120.0) -> None:
+        self._party, self._plane, self._runner, self._timeout_s = party, plane, runner, timeout_s
+        self._held: list[tuple[Neighbour, Frame]] = []
+        self.peak_live = 0
+
+    async def window(self, plan: WindowPlan) -> None:
+        """Take part in a window until all that is to come here came; its gradients are complete and finite then.
+
+        Raises:
+            ModelError: a loss, hidden state or gradient is not finite; party, window and microbatch are named.
+            NetworkError: nothing came for too long.
+            ProtocolError: a frame that has no place in it.
+        """
+        party = self._party
+        await self._runner.run(party.open, plan.round, plan.number, plan.seq, plan.order, plan.scale)
+        owner = _Owner(plan) if party.role == "owner" else None
+        expected = len(plan.order)
+        came = 0
+        while came < expected:
+            if (arrival := self._next(plan.seq)) is not None:
+                who, frame = arrival
+                home = await self._take(who, frame)
+                if owner is not None and home is not None:
+                    owner.home(home)
+                came += home is not None
+            elif owner is not None and (index := owner.next()) is not None:
+                out = await self._runner.run(party.begin, index, plan.batches[index])
+                await self._plane.send((out.role, plan.assign[index]), out)
+            else:
+                await self._wait(plan)
+            self.peak_live = max(self.peak_live, party.live)
+        await self._runner.run(party.check)
+
+    async def serve(self) -> None:
+        """Answer whatever comes, for ever: a party that steps after every microbatch."""
+        while True:
+            arrival = self._next(None)
+            if arrival is None:
+                await self._plane.arrived()
+            else:
+                await self._take(*arrival)
+                self.peak_live = max(self.peak_live, self._party.live)
+
+    async def drop(self) -> None:
+        """The window was aborted: forget it, and what came for it."""
+        await self._runner.run(self._party.drop)
+
+    def _next(self, seq: int | None) -> tuple[Neighbour, Frame] | None:
+        """The next frame of this attempt. Older ones are dropped; newer ones wait for their window to open."""
+        if seq is not None:
+            for i, (_, frame) in enumerate(self._held):
+                if _seq(frame) <= seq:
+                    who, frame = self._held.pop(i)
+                    if _seq(frame) == seq:
+                        return who, frame
+                    frame.release()
+                    return self._next(seq)
+        while (arrival := self._plane.next()) is not None:
+            found = _seq(arrival[1])
+            if seq is None or found == seq:
+                return arrival
+            if found > seq:
+                self._held.append(arrival)
+            else:
+                arrival[1].release()
+        return None
+
+    async def _wait(self, plan: WindowPlan) -> None:
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                await self._plane.arrived()
+        except TimeoutError:
+            raise NetworkError(
+                f"{self._party.name} heard nothing for {self._timeout_s:g} s in window {plan.number} "
+                f"of round {plan.round}",
+                expected="activations or gradients of its neighbours",
+                remedy="Look at the other parties' logs; learning.u-shape.timeout-seconds is this limit",
+            ) from None
+
+    async def _take(self, who: Neighbour, frame: Frame) -> Key | None:
+        """Compute what came; the microbatch that is done here because of it, if one is."""
+        header = frame.header
+        outs, home = await self._runner.run(self._compute, who, frame)
+        for out in outs:
+            await self._plane.send((out.role, out.to if out.to >= 0 else who[1]), out)
+        if isinstance(header, Forward | Backward | Scored):
+            return home
+        raise ProtocolError(f"A {type(header).__name__} frame came from {who[0]} {who[1]}", expected="Forward")
+
+    def _compute(self, who: Neighbour, frame: Frame) -> tuple[list[Out], Key | None]:
+        """On the compute thread: what came is copied out of the frame's buffers, which go back at once."""
+        party = self._party
+        try:
+            tensors = [
+                payload.load(spec, view).clone() for spec, view in zip(frame.header.tensors, frame.tensors, strict=True)
+            ]
+        finally:
+            frame.release()
+        header = frame.header
+        match header:
+            case Forward():
+                self._check_owner(who, header.owner)
+                outs = party.take_forward(header, tensors)
+                return outs or [], self._done(header, outs, header.part)
+            case Backward() if len(tensors) == 1:
+                self._check_owner(who, header.owner)
+                outs = party.take_backward(header, tensors[0])
+                return outs or [], self._done(header, outs, header.part)
+            case Scored():
+                party.add(header)
+                return [], None
+            case other:
+                raise ProtocolError(
+                    f"A {type(other).__name__} frame with {len(tensors)} tensors came", where=f"{who[0]} {who[1]}"
+                )
+
+    def _done(self, header: Forward | Backward, outs: list[Out] | None, part: int) -> Key | None:
+        """A microbatch is done here when its gradient left this party's first part."""
+        if outs is None:
+            return None
+        first = min(self._party.parts)
+        left = isinstance(header, Backward) and part == first
+        turned = isinstance(header, Forward) and part == first and any(isinstance(o.header, Backward) for o in outs)
+        return (header.owner, header.index) if left or turned else None
+
+    def _check_owner(self, who: Neighbour, owner: int) -> None:
+        if who[0] == "owner" and who[1] != owner:
+            raise ProtocolError(
+                f"A microbatch of owner {owner} came", where=f"{who[0]} {who[1]}", expected="the sender's own"
+            )
+
+
+class _Owner:
+    """Which microbatch an owner begins next: in the order of their indices, past workers whose credit is used up."""
+
+    def __init__(self, plan: WindowPlan) -> None:
+        self._plan = plan
+        workers = dict.fromkeys(plan.assign)
+        self._credits = Credits(dict.fromkeys(workers, plan.credit))
+        self._waiting = {worker: deque(i for i, w in enumerate(plan.assign) if w == worker) for worker in workers}
+
+    def next(self) -> int | None:
+        """One that may go out now; it counts as out."""
+        able = [w for w in self._credits.eligible() if self._waiting[w]]
+        if not able:
+            return None
+        worker = min(able, key=lambda w: self._waiting[w][0])
+        self._credits.take(worker)
+        return self._waiting[worker].popleft()
+
+    def home(self, key: Key) -> None:
+        """One is done."""
+        self._credits.give_back(self._plan.assign[key[1]])
+
+
+def _seq(frame: Frame) -> int:
+    header = frame.header
+    return header.window if isinstance(header, Forward | Backward | Scored) else 0
