@@ -145,7 +145,7 @@ def _check_credit(settings: Settings, where: str) -> None:
     section = f"{where}:learning.u-shape"
     if u_shape.worker_max_inflight < server.owners:
         raise UsageError(
-            f"worker-max-inflight {u_shape.worker_max_inflight} is no room at a worker for each of {server.owners} owners",
+            f"worker-max-inflight {u_shape.worker_max_inflight} leaves no room for each of {server.owners} owners",
             where=f"{section}.worker-max-inflight",
             expected=f"at least the number of owners, {server.owners}",
         )
@@ -153,8 +153,8 @@ def _check_credit(settings: Settings, where: str) -> None:
     needed = max(each * server.owners, min(u_shape.max_inflight, each * server.workers))
     if u_shape.transport_queue_size < needed:
         raise UsageError(
-            f"transport-queue-size {u_shape.transport_queue_size} could starve the credits: clients {list(server.clients)} "
-            f"with a credit of {each} microbatches for each owner at each worker",
+            f"transport-queue-size {u_shape.transport_queue_size} could starve the credits: with clients "
+            f"{list(server.clients)}, each owner may have {each} microbatches at each worker",
             where=f"{section}.transport-queue-size",
             expected=f"at least {needed}",
             remedy="Lengthen the queue, or lower max-inflight or worker-max-inflight",
