@@ -83,6 +83,7 @@ class Ring:
         static: this node holds blocks ``[0, static)`` and the others bring places of their own.
         data: address for the last node's link; by default a free port beside ``listen``.
         send: address of node 1, where places are fixed.
+        tls: folder with this node's certificate, as ``splitlm certs`` makes it; None leaves all links plain.
 
     Raises:
         SplitlmError: from ``open``: see each class in ``splitlm.core.errors``.
@@ -108,6 +109,7 @@ class Ring:
         send: tuple[str, int] = ("", 0),
         static: int | None = None,
         token: str = "",
+        tls: Path | str | None = None,
         deadline_s: float = 60.0,
         ctrl_timeout_s: float = CTRL_TIMEOUT_S,
         window: int = 20,
@@ -138,6 +140,7 @@ class Ring:
             "listen": listen or ("127.0.0.1", 0),
             "data": data,
             "send": send,
+            "tls": Path(tls) if tls is not None else None,
             "deadline_s": deadline_s,
             "ctrl_timeout_s": ctrl_timeout_s,
             "window": window,

@@ -18,7 +18,8 @@ from pathlib import Path
 from splitlm import Ring
 from splitlm.core.errors import SplitlmError
 from splitlm.model.source import resolve
-from splitlm.node.join import Place, StageSettings, run_stage
+from splitlm.node.join import run_stage
+from splitlm.node.settings import Place, StageSettings
 
 PROMPT = "Once upon a time"
 HOST = "127.0.0.1"

@@ -12,7 +12,7 @@ import pytest
 
 from splitlm.core.errors import CutError, ModelError, NetworkError, PeerMissingError
 from splitlm.node import join
-from splitlm.node.join import Place
+from splitlm.node.settings import Place
 from splitlm.wire.handshake import Claims
 from tests.faults.scene import HOST, PROMPT, ThreadStage, Wounded, free_ports, nothing_left, settings
 

@@ -1,4 +1,4 @@
-"""What every channel does, over memory and over TCP."""
+"""What every channel does, over memory, over TCP and over TLS."""
 
 from __future__ import annotations
 
@@ -16,8 +16,9 @@ from splitlm.wire.frame import PROTOCOL, Close, Hidden, Open, Said, Spec, Token,
 from splitlm.wire.handshake import Claims, Identity
 from splitlm.wire.pool import SMALLEST, BufferPool
 from splitlm.wire.states import Purpose
+from tests.link.certificates import good
 
-KINDS = ("memory", "tcp")
+KINDS = ("memory", "tcp", "tls")
 OPENED = Open(1, 100, Sampling())
 Story = Callable[[StreamChannel, StreamChannel], Awaitable[None]]
 
@@ -39,8 +40,10 @@ async def pair(
     if kind == "memory":
         a, b = memory.pair(claims("a"), claims("b"), purpose=purpose, pool_b=pool)
     else:
-        listener = await tcp.listen("127.0.0.1", 0, Identity(claims("b")), purpose, pool=pool)
-        a = await tcp.connect("127.0.0.1", listener.port, Identity(claims("a")), purpose, deadline_s=10, who="b")
+        mine, theirs = (good("a").dialling, good("b").listening) if kind == "tls" else (None, None)
+        me, you = Identity(claims("a")), Identity(claims("b"))
+        listener = await tcp.listen("127.0.0.1", 0, you, purpose, pool=pool, tls=theirs)
+        a = await tcp.connect("127.0.0.1", listener.port, me, purpose, deadline_s=10, who="b", tls=mine)
         b = await listener.accept()
         await listener.close()
     try:

@@ -14,6 +14,7 @@ from typing import Annotated, Any
 
 import typer
 
+from splitlm.cli.certs import TlsFolder, tls_folder
 from splitlm.core.errors import UsageError
 from splitlm.core.sampling import Sampling as SamplingSettings
 from splitlm.core.shifts import Shift
@@ -116,6 +117,7 @@ class RingOptions(CutOptions):
     shift_boundary: ShiftBoundary = None
     shift_k: ShiftK = None
     token_file: TokenFile = None
+    tls: TlsFolder = ""
 
     def settings(self, default_stages: int = 1, *, listen: tuple[str, int] | None = None) -> dict[str, Any]:
         """Arguments of ``Ring``, the token and the trace's folder left out: what may be written down.
@@ -133,6 +135,7 @@ class RingOptions(CutOptions):
             "threads": at_least(0, self.threads, "--threads") if listen else ring_threads(self.threads, cut["stages"]),
             "prefill_chunk": at_least(1, self.prefill_chunk, "--prefill-chunk"),
             "listen": listen,
+            "tls": tls_folder(self.tls, *([listen] if listen else [])),
             "deadline_s": seconds(self.deadline, "--deadline"),
             "ctrl_timeout_s": seconds(self.ctrl_timeout, "--ctrl-timeout"),
             "window": at_least(0, self.window, "--window"),

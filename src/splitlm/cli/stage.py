@@ -12,6 +12,7 @@ from typing import Annotated, Any
 import typer
 
 from splitlm.cli import options as o
+from splitlm.cli.certs import TlsFolder, tls_folder
 from splitlm.cli.console import Console, console
 from splitlm.cli.interrupts import held
 from splitlm.cli.runs import RunOptions
@@ -86,6 +87,7 @@ def stage(
     deadline: o.Deadline = 60.0,
     ctrl_timeout: o.CtrlTimeout = 5.0,
     token_file: o.TokenFile = None,
+    tls: TlsFolder = "",
     parent: Annotated[int, typer.Option(hidden=True, help="The head's process, where it started this one.")] = 0,
 ) -> None:
     """Be one stage of a ring: join a head, or take a fixed place. It runs until the head is done."""
@@ -127,6 +129,7 @@ def stage(
             threads=threads,
             prefill_chunk=prefill_chunk,
             deadline=deadline,
+            tls=tls,
         )
         ctrl = o.address(place.ctrl, "--ctrl") if place.given else None
         settings = {**ring.settings(listen=ctrl), **shared}
@@ -145,9 +148,11 @@ def stage(
         "parent": parent,
         "threads": threads,
     }
+    ends = [o.address(place.ctrl, "--ctrl")] if place.given else [o.address(join, "--join")]
+    settings["tls"] = Path(folder) if (folder := tls_folder(tls, *ends, settings["listen"])) else None
     # A stage of a ring on one machine shares the head's folder, and the head has written its settings there.
-    with run.folder("stage", None if parent else {"model": model, "join": join}) as folder:
-        _follow(console(context), model, join, place if place.given else None, settings, folder)
+    with run.folder("stage", None if parent else {"model": model, "join": join}) as traces:
+        _follow(console(context), model, join, place if place.given else None, settings, traces)
 
 
 def _be_first(
@@ -176,7 +181,8 @@ def _follow(
     voice.say("starting")
     with held():
         from splitlm.model.source import resolve
-        from splitlm.node.join import Place, StageSettings, run_stage
+        from splitlm.node.join import run_stage
+        from splitlm.node.settings import Place, StageSettings
 
     signal.signal(signal.SIGINT, signal.default_int_handler)  # for which asyncio puts a gentler one
     find = partial(resolve, progress=voice.say)

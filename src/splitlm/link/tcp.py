@@ -7,6 +7,7 @@ import contextlib
 import logging
 import os
 import socket
+import ssl
 from functools import partial
 
 from splitlm.core.errors import (
@@ -17,6 +18,7 @@ from splitlm.core.errors import (
 )
 from splitlm.link.address import describe, listen_error, resolve
 from splitlm.link.base import StreamChannel
+from splitlm.link.secure import Secured
 from splitlm.wire.handshake import Handshake, Identity
 from splitlm.wire.pool import BufferPool
 from splitlm.wire.states import Purpose
@@ -43,7 +45,9 @@ class TcpListener:
         pool: BufferPool | None,
         expect_peer: str,
         handshake_s: float,
+        tls: ssl.SSLContext | None,
     ) -> None:
+        self._tls = tls
         self._identity, self._purpose, self._pool = identity, purpose, pool
         self._expect_peer = expect_peer
         self._handshake_s = handshake_s
@@ -62,6 +66,11 @@ class TcpListener:
     def port(self) -> int:
         """The bound port; the chosen one when 0 was asked for."""
         return self._address[1]
+
+    @property
+    def tls(self) -> ssl.SSLContext | None:
+        """How arriving connections are secured; None leaves them plain."""
+        return self._tls
 
     async def start(self, sock: socket.socket) -> None:
         """Listen on a bound socket."""
@@ -151,11 +160,17 @@ class _Arrival(asyncio.Protocol):
         if not isinstance(transport, asyncio.Transport):
             raise TypeError("a stream transport is needed")
         name = transport.get_extra_info("peername")
-        channel = self._listener.admit(describe(name) if name else "a peer")
+        where, tls = describe(name) if name else "a peer", self._listener.tls
+        _tune(transport)
+        if tls is not None:
+            secured = Secured(tls, True, where, partial(self._listener.admit, where))
+            transport.set_protocol(secured)
+            secured.connection_made(transport)
+            return
+        channel = self._listener.admit(where)
         if channel is None:
             transport.abort()
             return
-        _tune(transport)
         transport.set_protocol(channel)
         channel.connection_made(transport)
 
@@ -169,6 +184,7 @@ async def listen(
     pool: BufferPool | None = None,
     expect_peer: str = "a peer",
     handshake_s: float = HANDSHAKE_S,
+    tls: ssl.SSLContext | None = None,
 ) -> TcpListener:
     """Listen at ``host:port``; port 0 chooses a free one.
 
@@ -180,6 +196,7 @@ async def listen(
         pool: receive buffers shared by all channels; by default each has its own.
         expect_peer: who is to come, for messages.
         handshake_s: seconds an arriving peer may take for its handshake.
+        tls: a listener's context (``wire.tls``); None leaves the links plain.
 
     Raises:
         UsageError: a port out of range.
@@ -187,7 +204,7 @@ async def listen(
         NetworkError: the host is not an address of this machine.
     """
     family, address = await resolve(host, port, socket.AI_PASSIVE)
-    listener = TcpListener(identity, purpose, pool, expect_peer, handshake_s)
+    listener = TcpListener(identity, purpose, pool, expect_peer, handshake_s, tls)
     sock = socket.socket(family, socket.SOCK_STREAM)
     try:
         sock.setblocking(False)
@@ -210,6 +227,7 @@ async def connect(
     deadline_s: float,
     who: str,
     pool: BufferPool | None = None,
+    tls: ssl.SSLContext | None = None,
 ) -> StreamChannel:
     """Connect to a listener, and wait for it while it is not up yet.
 
@@ -221,10 +239,11 @@ async def connect(
         deadline_s: how long to wait for the peer, handshake included.
         who: the peer's name in messages (``stage 1``).
         pool: receive buffers; by default the channel's own.
+        tls: a dialler's context (``wire.tls``); None leaves the link plain.
 
     Raises:
         PeerMissingError: the peer was not there before the deadline.
-        PeerRefusedError: the two sides do not agree.
+        PeerRefusedError: the two sides do not agree, or one does not take the other's certificate.
         ProtocolError: whoever listens there does not speak this protocol.
         NetworkError: the host's name cannot be resolved.
         UsageError: a port out of range.
@@ -236,7 +255,7 @@ async def connect(
         async with asyncio.timeout(deadline_s):
             while True:
                 try:
-                    return await _attempt(family, address, identity, purpose, f"{who} at {where}", pool)
+                    return await _attempt(family, address, identity, purpose, f"{who} at {where}", pool, tls)
                 except PeerLostError as error:
                     last = error.what
                 except OSError as error:
@@ -252,17 +271,21 @@ async def connect(
 
 
 async def _attempt(
-    family: int, address: tuple[str, int], identity: Identity, purpose: Purpose, where: str, pool: BufferPool | None
+    family: int,
+    address: tuple[str, int],
+    identity: Identity,
+    purpose: Purpose,
+    where: str,
+    pool: BufferPool | None,
+    tls: ssl.SSLContext | None,
 ) -> StreamChannel:
     """One connection and its handshake."""
     loop = asyncio.get_running_loop()
-    transport, channel = await loop.create_connection(
-        lambda: StreamChannel(
-            "dialler", purpose, where, pool or BufferPool(), handshake=Handshake("dialler", purpose, identity, where)
-        ),
-        *address[:2],
-        family=family,
+    channel = StreamChannel(
+        "dialler", purpose, where, pool or BufferPool(), handshake=Handshake("dialler", purpose, identity, where)
     )
+    inner = channel if tls is None else Secured(tls, False, where, lambda: channel)
+    transport, _ = await loop.create_connection(lambda: inner, *address[:2], family=family)
     _tune(transport)
     try:
         await asyncio.wait({channel.settled})

@@ -5,14 +5,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-from collections.abc import Callable
-from dataclasses import dataclass
-from pathlib import Path
 
 from splitlm.bus.base import Spoke
 from splitlm.bus.line import BEATS
 from splitlm.bus.star import StarSpoke
-from splitlm.coordinator.coordinator import CTRL_TIMEOUT_S
 from splitlm.core.cut import Cut
 from splitlm.core.errors import CutError, NetworkError, PeerLostError, PeerRefusedError, ProtocolError, SplitlmError
 from splitlm.core.errors import from_exit_code as reported
@@ -45,10 +41,11 @@ from splitlm.node.follower import Follower
 from splitlm.node.identity import claims_for, node_name, stranger
 from splitlm.node.links import Links, link_stage
 from splitlm.node.serve import serve
-from splitlm.node.settings import silence
+from splitlm.node.settings import StageSettings, silence
 from splitlm.node.work import StageWork
 from splitlm.telemetry.memory import peak_rss_bytes
 from splitlm.telemetry.sinks import NullTrace, Sink, Trace, trace_path
+from splitlm.wire import tls
 from splitlm.wire.channel import Channel, Listener
 from splitlm.wire.handshake import Identity
 
@@ -61,74 +58,34 @@ RUNNER_S = 5.0
 MIB = 2**20
 
 
-@dataclass(frozen=True)
-class Place:
-    """A place that the user fixed: blocks ``[begin, end)``, the own data address, and the next node's."""
-
-    begin: int
-    end: int
-    listen: tuple[str, int]
-    send: tuple[str, int]
-
-
-@dataclass(frozen=True)
-class StageSettings:
-    """What a stage is told by its user; the rest it learns from the head.
-
-    Attributes:
-        head: address of the head's control port.
-        resolve: finds a model's folder by the name that the head (or the user) gives.
-        model: own name of the model, where the head's means nothing on this machine.
-        token: join secret.
-        deadline_s: how long to wait for the head, and for neighbours.
-        ctrl_timeout_s: the head counts as lost after twice this (``settings.silence``).
-        parent: the process that started this one for its own ring, which has no use without it; 0 for none.
-        listen: address for the data listener; an empty host means the one that faces the head.
-        advertise: host that the previous node can reach, where it is not the one the head sees.
-        threads: intra-op threads; 0 takes the head's word.
-        place: a fixed place.
-        trace_dir: where records go; None turns them off.
-        say: takes one line of progress.
-    """
-
-    head: tuple[str, int]
-    resolve: Callable[[str], Path]
-    model: str = ""
-    token: str = ""
-    deadline_s: float = 60.0
-    ctrl_timeout_s: float = CTRL_TIMEOUT_S
-    parent: int = 0
-    listen: tuple[str, int] = ("", 0)
-    advertise: str = ""
-    threads: int = 0
-    place: Place | None = None
-    trace_dir: Path | None = None
-    say: Callable[[str], None] = lambda _: None
-
-
 async def run_stage(settings: StageSettings) -> None:
     """Be one stage of a ring, from joining to the head's Stop.
 
     Raises:
         PeerMissingError: the head or a neighbour did not come in time.
         PeerLostError: the head or a neighbour went away.
-        PeerRefusedError: a neighbour runs another version or model, or has another token.
+        PeerRefusedError: a neighbour runs another version or model, or has another token or authority.
+        UsageError: this node's certificate is no good.
         ModelError: the model cannot be loaded here. The head is told first.
     """
     name = node_name("stage")
-    host, port = settings.head
+    security = tls.load(settings.tls) if settings.tls else None
+    outward = security.dialling if security else None
     identity = Identity(stranger(name), settings.token)
     settings.say(f"joining the head at {describe(settings.head)}")
     try:
         async with asyncio.TaskGroup() as group:
             orphaned = group.create_task(_watch_parent(settings.parent)) if settings.parent else None
-            channel = await tcp.connect(host, port, identity, "control", deadline_s=settings.deadline_s, who="the head")
+            wait = settings.deadline_s
+            channel = await tcp.connect(
+                *settings.head, identity, "control", deadline_s=wait, who="the head", tls=outward
+            )
             if orphaned is not None:
                 orphaned.cancel()  # from here on the channel ends with the head
             lost_s = silence(settings.ctrl_timeout_s)
             spoke = StarSpoke(channel, heartbeat_s=lost_s / BEATS, timeout_s=lost_s)
             try:
-                await _Member(settings, spoke, name, channel.local_host).run()
+                await _Member(settings, spoke, name, channel.local_host, security).run()
             finally:
                 await spoke.close()
     except* SplitlmError as errors:
@@ -145,8 +102,11 @@ async def _watch_parent(parent: int) -> None:
 class _Member:
     """One stage while it is part of a ring."""
 
-    def __init__(self, settings: StageSettings, spoke: Spoke, name: str, local_host: str) -> None:
+    def __init__(
+        self, settings: StageSettings, spoke: Spoke, name: str, local_host: str, security: tls.Security | None
+    ) -> None:
         self._settings, self._spoke, self._name, self._local_host = settings, spoke, name, local_host
+        self._security = security
         loop = asyncio.get_running_loop()
         self._assign: asyncio.Future[Assign] = loop.create_future()
         self._connect: asyncio.Future[Connect] = loop.create_future()
@@ -283,6 +243,7 @@ class _Member:
             listen=(listen[0] or self._local_host, listen[1]),
             send=place.send if place else None,
             deadline_s=settings.deadline_s,
+            tls=self._security,
             opened=opened,
             told=told,
             keep=self._links.append,

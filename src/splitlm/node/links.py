@@ -15,6 +15,7 @@ from splitlm.node.members import Members
 from splitlm.node.settings import RingSettings
 from splitlm.wire.channel import Channel, Listener
 from splitlm.wire.handshake import Identity
+from splitlm.wire.tls import Security
 
 
 @dataclass(frozen=True)
@@ -33,6 +34,7 @@ async def link_stage(
     listen: tuple[str, int],
     send: tuple[str, int] | None,
     deadline_s: float,
+    tls: Security | None,
     opened: Callable[[int, int], Awaitable[None]],
     told: Callable[[], Awaitable[Connect]],
     keep: Callable[[Channel | Listener], None],
@@ -42,6 +44,7 @@ async def link_stage(
     Args:
         listen: where the previous node is to reach this one.
         send: the next node's address, where it is fixed.
+        tls: this node's certificate; None leaves the links plain.
         opened: told the data and the move port once both listen.
         told: waits for the head's word on where the next node is. Before it nobody dials.
         keep: takes each link as soon as it is made, to be closed whatever happens; and the data port, which stays open
@@ -53,7 +56,8 @@ async def link_stage(
     here, after, before = assign.node, assign.cut.next_node(assign.node), f"node {assign.node - 1}"
     who = f"node {after}" if after else "the head"
     previous, following = identity.awaiting(here - 1), identity.awaiting(after)
-    listener = await tcp.listen(*listen, previous, "data", expect_peer=before)
+    inward, outward = (tls.listening, tls.dialling) if tls else (None, None)
+    listener = await tcp.listen(*listen, previous, "data", expect_peer=before, tls=inward)
     keep(listener)
     movers = None
 
@@ -68,16 +72,17 @@ async def link_stage(
     async def dial() -> Channel:
         word = await told()
         host, port = send or (word.host, word.port)
-        return kept(await tcp.connect(host, port, following, "data", deadline_s=deadline_s, who=who))
+        return kept(await tcp.connect(host, port, following, "data", deadline_s=deadline_s, who=who, tls=outward))
 
     async def dial_mover() -> Channel | None:
         word = await told()
         if not word.move_port:
             return None  # the head: it has dialled node 1 for moves, and takes none from the last node
-        return kept(await tcp.connect(word.host, word.move_port, following, "move", deadline_s=deadline_s, who=who))
+        place = (word.host, word.move_port)
+        return kept(await tcp.connect(*place, following, "move", deadline_s=deadline_s, who=who, tls=outward))
 
     try:
-        movers = await tcp.listen(listen[0], 0, previous, "move", expect_peer=before)
+        movers = await tcp.listen(listen[0], 0, previous, "move", expect_peer=before, tls=inward)
         await opened(listener.port, movers.port)
         async with asyncio.TaskGroup() as group:
             inbound, outbound = group.create_task(answer(listener)), group.create_task(dial())
@@ -98,6 +103,7 @@ async def link_head(
     settings: RingSettings,
     cut: Cut,
     identity: Identity,
+    tls: Security | None,
     say: Callable[[str], None],
     keep: Callable[[Channel], None],
 ) -> Links:
@@ -108,7 +114,9 @@ async def link_head(
     """
     last, deadline = f"node {cut.stages - 1}", settings.deadline_s
     host = settings.data[0] or settings.listen[0]
-    door = await tcp.listen(host, settings.data[1], identity.awaiting(cut.stages - 1), "data", expect_peer=last)
+    inward, outward = (tls.listening, tls.dialling) if tls else (None, None)
+    awaited = identity.awaiting(cut.stages - 1)
+    door = await tcp.listen(host, settings.data[1], awaited, "data", expect_peer=last, tls=inward)
     following = identity.awaiting(1)
 
     def kept(link: Channel) -> Channel:
@@ -124,10 +132,11 @@ async def link_head(
         move_port = first.loaded.move_port if first.loaded else 0
 
         async def dial() -> Channel:
-            return kept(await tcp.connect(*to, following, "data", deadline_s=deadline, who="node 1"))
+            return kept(await tcp.connect(*to, following, "data", deadline_s=deadline, who="node 1", tls=outward))
 
         async def dial_mover() -> Channel:
-            return kept(await tcp.connect(to[0], move_port, following, "move", deadline_s=deadline, who="node 1"))
+            place = (to[0], move_port)
+            return kept(await tcp.connect(*place, following, "move", deadline_s=deadline, who="node 1", tls=outward))
 
         async def answer() -> Channel:
             return kept(await door.accept(deadline_s=deadline, who=last))

@@ -136,6 +136,8 @@ def start_stages(settings: RingSettings, port: int, count: int) -> list[StagePro
     logs = settings.trace_dir
     arguments = [str(settings.folder), "--join", f"127.0.0.1:{port}", "--parent", str(os.getpid())]
     arguments += ["--deadline", str(settings.deadline_s), "--ctrl-timeout", str(settings.ctrl_timeout_s)]
+    if settings.tls is not None:
+        arguments += ["--tls", str(settings.tls)]
     if logs is None:
         arguments += ["--no-trace"]
     else:

@@ -37,6 +37,7 @@ from splitlm.node.window import Boundary, Plan
 from splitlm.telemetry.memory import peak_rss_bytes
 from splitlm.telemetry.record import Migration
 from splitlm.telemetry.sinks import NullTrace, Sink, Trace, trace_path
+from splitlm.wire import tls
 from splitlm.wire.channel import Channel
 from splitlm.wire.handshake import Claims, Identity
 
@@ -87,6 +88,7 @@ class RingHost:
         self._processes: list[StageProcess] = []
         self._name = node_name("head")
         self._ring = secrets.token_hex(8)
+        self._tls = tls.load(self.settings.tls) if self.settings.tls else None
         self._runner = Runner(self.settings.threads)
         self._hub: StarHub | None = None
         self._members: Members | None = None
@@ -164,9 +166,8 @@ class RingHost:
         movers: dict[int, Channel] = {}
         if self._members is not None:
             claims = await self._runner.run(self._claims, files, cut)
-            linked = link_head(
-                self._members, settings, cut, Identity(claims, settings.token), self.say, self._links.append
-            )
+            identity = Identity(claims, settings.token)
+            linked = link_head(self._members, settings, cut, identity, self._tls, self.say, self._links.append)
             links = await self._patiently(linked)
             inbound, outbound, movers = links.inbound, links.outbound, links.movers
         self._head = Head(
@@ -237,7 +238,8 @@ class RingHost:
         """Open the control plane, start or await the stages, and tell each its place."""
         settings = self.settings
         identity = Identity(stranger(self._name), settings.token)
-        listener = await tcp.listen(*settings.listen, identity, "control", expect_peer="a stage")
+        inward = self._tls.listening if self._tls else None
+        listener = await tcp.listen(*settings.listen, identity, "control", expect_peer="a stage", tls=inward)
         lost_s = silence(settings.ctrl_timeout_s)
         self._hub = StarHub(listener, heartbeat_s=lost_s / BEATS, timeout_s=lost_s)
         members = self._members = Members(self._hub, settings, self.say, self._fate, self._heard, self._lost)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from math import inf
 from pathlib import Path
@@ -36,6 +37,7 @@ class RingSettings:
         listen: address of the control port; port 0 takes a free one.
         data: address for the last node's link; an empty host is that of ``listen``.
         send: address of node 1, where places are static.
+        tls: folder with the head's certificate (``wire.tls``); None leaves all links plain.
         deadline_s: how long to wait for stages, and stages for each other.
         ctrl_timeout_s: how long a barrier waits for a stage; see ``silence`` for when a silent one counts as lost.
         trace_dir: where records go; None turns them off.
@@ -68,6 +70,7 @@ class RingSettings:
     listen: tuple[str, int] = ("127.0.0.1", 0)
     data: tuple[str, int] = ("", 0)
     send: tuple[str, int] = ("", 0)
+    tls: Path | None = None
     deadline_s: float = 60.0
     ctrl_timeout_s: float = CTRL_TIMEOUT_S
     trace_dir: Path | None = None
@@ -119,6 +122,53 @@ class RingSettings:
         for asked in self.shifts:
             if asked.at < 1:
                 raise UsageError(f"It is {asked.at}", where="--shift-at", expected="a token, counted from 1")
+
+
+@dataclass(frozen=True)
+class Place:
+    """A place that the user fixed: blocks ``[begin, end)``, the own data address, and the next node's."""
+
+    begin: int
+    end: int
+    listen: tuple[str, int]
+    send: tuple[str, int]
+
+
+@dataclass(frozen=True)
+class StageSettings:
+    """What a stage is told by its user; the rest it learns from the head.
+
+    Attributes:
+        head: address of the head's control port.
+        resolve: finds a model's folder by the name that the head (or the user) gives.
+        model: own name of the model, where the head's means nothing on this machine.
+        token: join secret.
+        deadline_s: how long to wait for the head, and for neighbours.
+        ctrl_timeout_s: the head counts as lost after twice this (``silence``).
+        tls: folder with this node's certificate (``wire.tls``); None leaves all links plain.
+        parent: the process that started this one for its own ring, which has no use without it; 0 for none.
+        listen: address for the data listener; an empty host means the one that faces the head.
+        advertise: host that the previous node can reach, where it is not the one the head sees.
+        threads: intra-op threads; 0 takes the head's word.
+        place: a fixed place.
+        trace_dir: where records go; None turns them off.
+        say: takes one line of progress.
+    """
+
+    head: tuple[str, int]
+    resolve: Callable[[str], Path]
+    model: str = ""
+    token: str = ""
+    deadline_s: float = 60.0
+    ctrl_timeout_s: float = CTRL_TIMEOUT_S
+    tls: Path | None = None
+    parent: int = 0
+    listen: tuple[str, int] = ("", 0)
+    advertise: str = ""
+    threads: int = 0
+    place: Place | None = None
+    trace_dir: Path | None = None
+    say: Callable[[str], None] = lambda _: None
 
 
 @dataclass

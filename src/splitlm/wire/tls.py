@@ -21,7 +21,7 @@ CA, CERTIFICATE, KEY = "ca.pem", "cert.pem", "key.pem"
 MAKE = "Make certificates with splitlm certs, and give every node its own folder"
 
 EXPIRED, TOO_EARLY, WRONG_HOST = 10, 9, 62
-UNKNOWN_ISSUER = (2, 18, 19, 20, 21)
+UNKNOWN_ISSUER = (2, 7, 18, 19, 20, 21)
 """What OpenSSL calls the ways in which a certificate fails."""
 REFUSALS: Mapping[str, str] = {
     "TLSV1_ALERT_UNKNOWN_CA": "it is not signed by the CA of the other side",
