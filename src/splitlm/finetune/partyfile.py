@@ -1,0 +1,152 @@
+"""What one party needs to go on, as two files: tensors (safetensors), and everything else (JSON). No pickle."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+import msgspec
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor
+
+from splitlm.core.errors import CheckpointError
+from splitlm.finetune.diskfile import write, written
+from splitlm.model.checkpoint import save_tensors
+
+_WEIGHTS, _OPTIMIZER, _RNG = "weights/", "optimizer/", "rng"
+
+
+@dataclass(frozen=True)
+class Party:
+    """What one party needs to go on after a round.
+
+    Attributes:
+        tensors: by name; what it trains.
+        optimizer: its state: dicts, lists, tuples, numbers, text, None, and tensors among them.
+        rng: state of its random generators.
+        cursor: where its data goes on.
+        extra: further JSON values.
+    """
+
+    tensors: Mapping[str, Tensor]
+    optimizer: object = None
+    rng: bytes = b""
+    cursor: Mapping[str, int] = field(default_factory=dict)
+    extra: Mapping[str, object] = field(default_factory=dict)
+
+
+class _Values(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    cursor: dict[str, int]
+    extra: dict[str, Any]
+    optimizer: Any
+
+
+def files_of(name: str) -> tuple[str, str]:
+    """Names of a party's two files."""
+    safe = f"party-{quote(name, safe='')}"
+    return f"{safe}.safetensors", f"{safe}.json"
+
+
+def save_party(folder: Path, name: str, party: Party) -> tuple[Path, Path]:
+    """Write a party's files, each in one step.
+
+    Raises:
+        OSError: they cannot be written.
+        TypeError: the optimizer's state holds something that is neither plain nor a tensor.
+    """
+    stored, said = (folder / file for file in files_of(name))
+    moments: dict[str, Tensor] = {}
+    values = _Values(dict(party.cursor), dict(party.extra), flatten(party.optimizer, moments))
+    tensors = {_WEIGHTS + key: tensor for key, tensor in party.tensors.items()}
+    tensors |= {_OPTIMIZER + key: tensor for key, tensor in moments.items()}
+    tensors[_RNG] = torch.tensor(list(party.rng), dtype=torch.uint8)
+    with written(stored) as temporary:
+        save_tensors(temporary, tensors)
+    write(said, msgspec.json.encode(values))
+    return stored, said
+
+
+def load_party(folder: Path, name: str) -> Party:
+    """Read a party's files; tensors in memory of their own, on the CPU.
+
+    Raises:
+        CheckpointError: they are damaged.
+    """
+    stored, said = (folder / file for file in files_of(name))
+    try:
+        # Copies: memory of a mapped file is aligned otherwise, which gives other sums.
+        tensors = {key: tensor.clone() for key, tensor in load_file(stored).items()}
+        values = msgspec.json.decode(said.read_bytes(), type=_Values)
+        moments = {key.removeprefix(_OPTIMIZER): t for key, t in tensors.items() if key.startswith(_OPTIMIZER)}
+        return Party(
+            tensors={key.removeprefix(_WEIGHTS): t for key, t in tensors.items() if key.startswith(_WEIGHTS)},
+            optimizer=nest(values.optimizer, moments),
+            rng=bytes(tensors[_RNG].tolist()),
+            cursor=values.cursor,
+            extra=values.extra,
+        )
+    except (OSError, SafetensorError, msgspec.MsgspecError, LookupError, TypeError, ValueError) as error:
+        raise CheckpointError(
+            f"It cannot be read ({type(error).__name__}: {error})",
+            where=str(stored),
+            expected="the files that were written",
+        ) from error
+
+
+def flatten(value: object, tensors: dict[str, Tensor], at: str = "state") -> object:
+    """A nested value as JSON can hold it; its tensors are put into ``tensors``, under their place in the value.
+
+    What JSON has no word for becomes an object of one key: ``$tensor``, ``$tuple``, ``$dict`` (keys that are not text,
+    or that begin with ``$``) and ``$float`` (not finite).
+
+    Raises:
+        TypeError: something that is neither plain nor a tensor.
+    """
+    match value:
+        case None | bool() | int() | str():
+            return value
+        case float():
+            return value if math.isfinite(value) else {"$float": repr(value)}
+        case Tensor():
+            tensors[at] = value
+            return {"$tensor": at}
+        case list():
+            return [flatten(inner, tensors, f"{at}.{i}") for i, inner in enumerate(value)]
+        case tuple():
+            return {"$tuple": flatten(list(value), tensors, at)}
+        case dict() if all(isinstance(key, str) and not key.startswith("$") for key in value):
+            # Numbered as well: keys may hold the dots that join them.
+            return {key: flatten(inner, tensors, f"{at}.{i}:{key}") for i, (key, inner) in enumerate(value.items())}
+        case dict():
+            return {"$dict": flatten([[key, inner] for key, inner in value.items()], tensors, at)}
+        case _:
+            raise TypeError(f"{at} is a {type(value).__name__}, which is neither plain nor a tensor")
+
+
+def nest(value: Any, tensors: Mapping[str, Tensor]) -> Any:
+    """The nested value that ``flatten`` took apart.
+
+    Raises:
+        LookupError, TypeError, ValueError: it is not what ``flatten`` made.
+    """
+    if isinstance(value, list):
+        return [nest(inner, tensors) for inner in value]
+    if not isinstance(value, dict):
+        return value
+    match next(iter(value.items()), None):
+        case ("$tensor", str() as name):
+            return tensors[name]
+        case ("$tuple", list() as items):
+            return tuple(nest(items, tensors))
+        case ("$float", str() as text):
+            return float(text)
+        case ("$dict", list() as pairs):
+            return {nest(key, tensors): nest(inner, tensors) for key, inner in pairs}
+        case _:
+            return {key: nest(inner, tensors) for key, inner in value.items()}
