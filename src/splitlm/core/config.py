@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from pathlib import PurePath
+from collections.abc import Callable, Mapping
 from typing import Any, Literal, cast
 
 import msgspec
@@ -135,29 +134,32 @@ class RunConfig(Settings, frozen=True):
         keys = [path for path in self.given if not any(other.startswith(f"{path}.") for other in self.given)]
         return tuple(path for path in keys if f"{path}.".startswith(prefixes))
 
-    def rooted(self, folder: str) -> RunConfig:
-        """The same with its relative paths taken from ``folder``, which is where the file is.
+    def rooted(self, at: Callable[[str], str]) -> RunConfig:
+        """The same with every path as ``at`` gives it: relative paths are relative to the folder of the file.
 
-        A name of a model counts as a path where it begins with a dot, and that of a data set also where it ends like a
-        file (``DATA_SUFFIXES``). A path that begins with ``~`` stays as it is.
+        A name of a model counts as a path where it begins with ``.`` or ``~``, and that of a data set also where it
+        ends like a file (``DATA_SUFFIXES``).
+
+        Args:
+            at: a path from the file's own folder, such as ``lambda path: str(file.parent / Path(path).expanduser())``.
         """
 
-        def at(path: str | None) -> str | None:
-            return path if path is None or path.startswith("~") else str(PurePath(folder) / path)
+        def perhaps(path: str | None) -> str | None:
+            return None if path is None else at(path)
 
         server = self.server
         model, data = server.model_name, server.data_name
         changed = {
-            "model_path": at(server.model_path),
-            "data_path": at(server.data_path),
-            "model_name": at(model) if model.startswith(".") else model,
-            "data_name": at(data) if data.startswith(".") or data.endswith(DATA_SUFFIXES) else data,
+            "model_path": perhaps(server.model_path),
+            "data_path": perhaps(server.data_path),
+            "model_name": at(model) if model.startswith((".", "~")) else model,
+            "data_name": at(data) if data.startswith((".", "~")) or data.endswith(DATA_SUFFIXES) else data,
         }
         limits = {str(changed["model_name"]) if name == model else name: limit for name, limit in server.model.items()}
         return msgspec.structs.replace(
             self,
             server=msgspec.structs.replace(server, model=limits, **changed),
-            security=msgspec.structs.replace(self.security, certs=at(self.security.certs)),
+            security=msgspec.structs.replace(self.security, certs=perhaps(self.security.certs)),
             log_path=at(self.log_path),
         )
 

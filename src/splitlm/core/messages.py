@@ -7,7 +7,7 @@ import msgspec
 from splitlm.core import training
 from splitlm.core.cut import Cut
 from splitlm.core.errors import ProtocolError, SplitlmError
-from splitlm.core.message import Message
+from splitlm.core.message import Message as Message
 
 MAX_MESSAGE_BYTES = 8 * 1024
 """Largest control message on the wire."""
@@ -134,7 +134,7 @@ class Report(Message, frozen=True):
     compute_ms: float
     wait_ms: float
     send_ms: float
-    moves: list[Side] = []
+    moves: list[Side] = msgspec.field(default_factory=list)
 
 
 class Ping(Message, frozen=True):

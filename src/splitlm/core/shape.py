@@ -104,7 +104,4 @@ def cut_for(shape: Shape, blocks: int, cut_layers: int, tail_blocks: int) -> tup
             expected=f"cut-layers + tail-blocks of 0 to {blocks - 1}",
             remedy="Take fewer, or a model with more blocks",
         )
-    return tuple(
-        Segment(begin, end, embed=i == 0, head=i == last)
-        for i, (begin, end) in enumerate(pairwise(bounds))
-    )
+    return tuple(Segment(begin, end, embed=i == 0, head=i == last) for i, (begin, end) in enumerate(pairwise(bounds)))

@@ -21,11 +21,13 @@ class Register(Message, frozen=True):
         role: what it can be.
         name: how it calls itself (``host:pid``).
         weight: how much of the work a worker takes, against the others.
+        classes: that an owner's rows have; 0 where they have none.
     """
 
     role: Role
     name: str
     weight: float = 1.0
+    classes: int = 0
 
 
 class Start(Message, frozen=True):
@@ -101,12 +103,20 @@ class Window(Message, frozen=True):
         round: of the run.
         window: of the round; an attempt that is repeated has the same.
         workers: who takes part.
+        speeds: of workers that measured theirs in the last window, in padded tokens per second.
     """
 
     seq: int
     round: int
     window: int
     workers: list[int]
+    speeds: dict[int, float] = msgspec.field(default_factory=dict)
+
+
+class Over(Message, frozen=True):
+    """Coordinator to all: no owner has anything left in this round; owners validate, and notify."""
+
+    round: int
 
 
 class Plan(Message, frozen=True):
@@ -175,7 +185,6 @@ class Gather(Message, frozen=True):
     """Coordinator to all: send your state to the aggregator, and take the average from it."""
 
     round: int
-    samples: int
 
 
 class Saved(Message, frozen=True):
@@ -188,12 +197,21 @@ class Saved(Message, frozen=True):
 
 
 class Failed(Message, frozen=True):
-    """Party to coordinator: I cannot go on, and this is why. ``code`` is the exit code of the error's class."""
+    """Party to coordinator: I cannot go on, and this is why.
+
+    Attributes:
+        code: exit code of the error's class.
+        text: the error.
+        where: ``window`` where only the window cannot be finished.
+        seq: of that window's barrier.
+        suspect: the party at whose door it lies, where that is another one.
+    """
 
     code: int
     text: str
-    where: Literal["", "window", "round"] = ""
+    where: Literal["", "window"] = ""
     seq: int = 0
+    suspect: tuple[Role, int] | None = None
 
 
 Any = (
@@ -204,6 +222,7 @@ Any = (
     | Linked
     | Round
     | Window
+    | Over
     | Plan
     | Opened
     | Stepped

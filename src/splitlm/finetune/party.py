@@ -110,6 +110,7 @@ class Party:
         self._seed(key)
         out = self.parts[0].forward(key, batch.ids, batch.mask, keep=train)
         window.tally.samples += batch.samples
+        window.tally.weight += batch.weight
         header = Forward(
             round=self._round,
             window=window.seq,
@@ -136,6 +137,9 @@ class Party:
             self._open_batch(header, key)
         part, started = self._part(header.part), time.perf_counter()
         hidden, mask, labels = self._tensors(header, tensors)
+        if header.part == min(self.parts):
+            self.window.tally.samples += hidden.shape[0]
+            self.window.tally.weight += header.weight
         self._seed(key)
         if header.part != self._last:
             out = part.forward(key, hidden, mask, keep=header.train)
@@ -273,6 +277,17 @@ class Party:
         norm = stepping.step(self.optimizer, self.parameters, window.sum.total, self._how, scale)
         window.sum.total = {}
         return norm
+
+    def reset(self) -> None:
+        """Forget the optimizer's state."""
+        self.optimizer = self._how.make(self.parameters)
+
+    def counted(self) -> int:
+        """Samples since this was last asked, where every microbatch is a window."""
+        if self._window is None:
+            return 0
+        samples, self._window.tally.samples = self._window.tally.samples, 0
+        return samples
 
     def _step_now(self) -> None:
         window = self.window

@@ -34,10 +34,20 @@ class Out:
 
 @dataclass
 class Tally:
-    """What a window was like here: sums and counts."""
+    """What a window was like here: sums and counts.
+
+    Attributes:
+        loss: sum over ``items``, where the loss is computed.
+        weight: items of the losses of the microbatches that came through.
+        samples: rows that came through.
+        padded: tokens that came through and back, padding included.
+        seconds: that their forwards and backwards took.
+        correct: of the metric, over ``counted``.
+    """
 
     loss: float = 0.0
     items: int = 0
+    weight: int = 0
     samples: int = 0
     padded: int = 0
     seconds: float = 0.0

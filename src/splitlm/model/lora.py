@@ -12,7 +12,6 @@ from typing import Any
 import msgspec
 import torch
 from torch import nn
-
 from transformers.pytorch_utils import Conv1D
 
 from splitlm.core.errors import UsageError
@@ -31,7 +30,7 @@ class Lora(msgspec.Struct, frozen=True):
     """
 
     r: int = 8
-    alpha: int = 16
+    alpha: float = 16.0
     targets: tuple[str, ...] = ()
 
 
@@ -67,7 +66,7 @@ def adapt(module: nn.Module, lora: Lora, targets: tuple[str, ...]) -> list[nn.Mo
     turned = any(isinstance(m, Conv1D) for n, m in module.named_modules() if n.rpartition(".")[2] in targets)
     config = LoraConfig(
         r=lora.r,
-        lora_alpha=lora.alpha,
+        lora_alpha=lora.alpha,  # type: ignore[arg-type]  # any number does
         target_modules=list(targets),
         lora_dropout=0.0,
         bias="none",

@@ -39,6 +39,11 @@ def load(spec: Spec, data: memoryview) -> torch.Tensor:
     return torch.frombuffer(own, dtype=_DTYPES[spec.dtype]).view(spec.shape)
 
 
+def empty(spec: Spec) -> torch.Tensor:
+    """A tensor of this shape and element type, without values."""
+    return torch.empty(spec.shape, dtype=_DTYPES[spec.dtype])
+
+
 def dtype_name(dtype: torch.dtype) -> DType:
     """The wire's name of an element type.
 

@@ -98,6 +98,15 @@ class UncutTrainer:
         step(self._body_optimizer, self.body, gradients, self._stepping)
         return sums
 
+    def average(self, samples: Sequence[int]) -> None:
+        """A round's end: the owners' partitions are averaged, weighted by the samples of each; optimizers go on."""
+        total = sum(samples)
+        for name in self.own[0]:
+            mean = sum((own[name].detach() * (n / total) for own, n in zip(self.own, samples, strict=True)), start=0.0)
+            for own in self.own:
+                with torch.no_grad():
+                    own[name].copy_(torch.as_tensor(mean))
+
     def _sum(self, round_: int, window: int, batches: Mapping[int, Sequence[Batch]], total: int) -> float:
         mean = 0.0
         for owner, of in sorted(batches.items()):

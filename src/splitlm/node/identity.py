@@ -9,6 +9,7 @@ import splitlm
 from splitlm.model.load import ModelFiles
 from splitlm.model.payload import dtype_name
 from splitlm.model.text import tokenizer_hash
+from splitlm.model.tunable import TunableFiles
 from splitlm.wire.frame import PROTOCOL
 from splitlm.wire.handshake import Claims
 
@@ -45,4 +46,19 @@ def claims_for(name: str, files: ModelFiles, *, ring: str, place: int, epoch: in
         ring=ring,
         place=place,
         epoch=epoch,
+    )
+
+
+def tuning_claims(name: str, files: TunableFiles, *, role: str, place: int, run: str) -> Claims:
+    """The claims of a party in training. Tokenizers are the owners' affair, and weights made here have no hash."""
+    return Claims(
+        node=name,
+        version=splitlm.__version__,
+        protocol=PROTOCOL,
+        model=files.index.config_hash(),
+        weights=files.index.fingerprint() if files.index.entries else "",
+        dtype=dtype_name(files.dtype),
+        ring=run,
+        place=place,
+        role=role,
     )

@@ -42,7 +42,8 @@ class Claims(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         node: its name, for people.
         ring: number of the ring it belongs to: rings of one model on one machine must not be wired together.
-        place: its number in the ring, 0 for the head; −1 while it has none.
+        place: its number in the ring, 0 for the head; in training among those of its role; −1 while it has none.
+        role: in training, ``owner``, ``worker`` or ``aggregator``.
     """
 
     node: str
@@ -54,6 +55,7 @@ class Claims(msgspec.Struct, frozen=True, kw_only=True):
     dtype: str = ""
     ring: str = ""
     place: int = -1
+    role: str = ""
     epoch: int = 0
 
 

@@ -1,0 +1,72 @@
+"""Who takes part in a training run, as the coordinator knows them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from splitlm.core import training
+from splitlm.core.shape import Role
+
+Who = tuple[Role, int]
+"""A party: its role, and its number among those of the role."""
+
+
+@dataclass
+class Member:
+    """One party.
+
+    Attributes:
+        peer: its id on the bus.
+        who: what it is.
+        node: its number in barriers.
+        name: how it calls itself.
+        weight: of a worker, against the others.
+        loaded: what it said once it was built.
+    """
+
+    peer: str
+    who: Who
+    node: int
+    name: str
+    weight: float = 1.0
+    loaded: training.Loaded = field(default_factory=training.Loaded)
+
+    def __str__(self) -> str:
+        return f"{self.who[0]} {self.who[1]} ({self.name})"
+
+
+class Members:
+    """The parties that are left, in the order of their roles and numbers."""
+
+    def __init__(self) -> None:
+        self._of: dict[str, Member] = {}
+        self._nodes = 0
+
+    def __iter__(self) -> Iterator[Member]:
+        return iter(sorted(self._of.values(), key=lambda member: member.who))
+
+    def __len__(self) -> int:
+        return len(self._of)
+
+    def add(self, peer: str, who: Who, name: str, weight: float) -> Member:
+        """One more."""
+        self._nodes += 1
+        member = self._of[peer] = Member(peer, who, self._nodes, name, weight)
+        return member
+
+    def of(self, role: Role) -> list[Member]:
+        """All of a role."""
+        return [member for member in self if member.who[0] == role]
+
+    def by_peer(self, peer: str) -> Member | None:
+        """The party behind an id of the bus, if it is one."""
+        return self._of.get(peer)
+
+    def by_who(self, who: Who) -> Member | None:
+        """The party of a role and number, if it is left."""
+        return next((member for member in self if member.who == who), None)
+
+    def drop(self, member: Member) -> None:
+        """It is gone."""
+        self._of.pop(member.peer, None)

@@ -1,0 +1,211 @@
+"""One party's process in training: it registers, builds its parts, links to its neighbours, and does as it is told."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import msgspec
+
+from splitlm.bus.base import Spoke
+from splitlm.core import messages, training
+from splitlm.core.config import RunConfig, read
+from splitlm.core.errors import NetworkError, PeerLostError, ProtocolError, SplitlmError
+from splitlm.core.errors import from_exit_code as reported
+from splitlm.core.groups import first_error
+from splitlm.core.shape import Role
+from splitlm.finetune.data import Rows
+from splitlm.finetune.engine import Engine
+from splitlm.finetune.plane import Neighbour, Plane
+from splitlm.finetune.recipe import OwnerData, Recipe, Resolve, model_folder, open_recipe, read_rows
+from splitlm.model.runner import Runner
+from splitlm.node.identity import node_name
+from splitlm.node.partylinks import LinkSettings, PartyLinks
+from splitlm.node.tuning import Tuning
+
+_log = logging.getLogger("splitlm.train")
+
+
+@dataclass(frozen=True)
+class PartySettings:
+    """What a party is told by its user; the rest it learns from the coordinator.
+
+    Attributes:
+        role: owner or worker.
+        config: the user's own settings, for what is this machine's affair: data, and where the model lies.
+        resolve: finds a model's directory.
+        links: how it is reached.
+        weight: of a worker, against the others.
+        threads: intra-op threads; 0 leaves torch's choice.
+        own_data: a file of rows that are all this owner's.
+        folder: where checkpoints of this party go; None keeps none.
+        dtype: of weights and arithmetic.
+        say: takes one line of progress.
+    """
+
+    role: Role
+    config: RunConfig
+    resolve: Resolve
+    links: LinkSettings = field(default_factory=LinkSettings)
+    weight: float = 1.0
+    threads: int = 0
+    own_data: Path | None = None
+    folder: Path | None = None
+    dtype: str = "float32"
+    say: Callable[[str], None] = lambda _: None
+
+
+async def run_party(settings: PartySettings, spoke: Spoke, runner: Runner | None = None) -> None:
+    """Take part in a run, from registering to the coordinator's Stop.
+
+    Args:
+        settings: what the user says.
+        spoke: the way to the coordinator; it stays the caller's.
+        runner: a compute thread to share with other parties of this process; by default its own.
+
+    Raises:
+        PeerLostError: the coordinator went away.
+        SplitlmError: what this party cannot go on with. The coordinator is told first.
+    """
+    own = runner or Runner(settings.threads)
+    try:
+        await _Party(settings, spoke, own).run()
+    except ExceptionGroup as errors:
+        raise first_error(errors) from None
+    finally:
+        if runner is None:
+            await asyncio.to_thread(own.close, 5.0)
+
+
+class _Party:
+    def __init__(self, settings: PartySettings, spoke: Spoke, runner: Runner) -> None:
+        self._settings, self._spoke, self._runner = settings, spoke, runner
+        self._name = node_name(settings.role)
+        self._lost: dict[Neighbour, NetworkError] = {}
+        self._tuning: Tuning | None = None
+
+    async def run(self) -> None:
+        rows, classes = None, 0
+        if self._settings.role == "owner":
+            rows = await asyncio.to_thread(read_rows, self._settings.config, "train", self._settings.own_data)
+            classes = rows.num_labels
+        await self._spoke.send(training.Register(self._settings.role, self._name, self._settings.weight, classes))
+        try:
+            await self._take_part(rows)
+        except SplitlmError as error:
+            if not isinstance(error, PeerLostError):
+                await self._tell(error)
+            raise
+        except asyncio.CancelledError:
+            await self._tell(NetworkError("It was stopped on its own machine"))
+            raise
+
+    async def _tell(self, error: SplitlmError) -> None:
+        with contextlib.suppress(NetworkError, TimeoutError):
+            async with asyncio.timeout(1.0):
+                trouble = messages.trouble(error)
+                # What would only happen again ends the run; a network's trouble costs it this party.
+                said = trouble if isinstance(error, NetworkError) else training.Failed(trouble.code, trouble.text)
+                await self._spoke.send(said)
+
+    async def _start(self) -> training.Start | None:
+        match await self._spoke.receive():
+            case training.Start() as start:
+                return start
+            case messages.Stop(reason=reason):
+                raise NetworkError(f"The coordinator has no place for this {self._settings.role}: {reason}")
+            case messages.Trouble(code=code, text=text):
+                raise reported(code, f"The coordinator gave up: {text}")
+            case other:
+                raise ProtocolError(f"A {type(other).__name__} message came", expected="Start")
+
+    async def _take_part(self, rows: Rows | None) -> None:
+        start = await self._start()
+        if start is None:
+            return
+        settings = self._settings
+        recipe, data = await self._runner.run(self._open, start, rows)
+        party = await self._runner.run(recipe.party, settings.role, start.party)
+        links = PartyLinks(
+            settings.links, recipe.files, settings.role, start.party, self._name, start.run, self._spoke.hub_host
+        )
+        plane = Plane(self._on_lost, recipe.config.learning.u_shape.transport_queue_size)
+        try:
+            async with asyncio.TaskGroup() as group:
+                host, activation, gradient = await links.listen(plane)
+                timeout_s = recipe.config.learning.u_shape.timeout_seconds
+                tuning = self._tuning = Tuning(
+                    recipe=recipe,
+                    party=party,
+                    engine=Engine(party, plane, self._runner, timeout_s),
+                    plane=plane,
+                    runner=self._runner,
+                    spoke=self._spoke,
+                    data=data,
+                    start=start,
+                    folder=settings.folder,
+                    say=settings.say,
+                )
+                await self._spoke.send(
+                    training.Loaded(
+                        host,
+                        activation,
+                        gradient,
+                        len(data.round(0)) if data is not None else 0,
+                        sum(p.numel() for p in party.parameters.values()),
+                    )
+                )
+                work = group.create_task(self._listen(tuning, links, plane, start))
+                await work
+                await tuning.close()
+        finally:
+            await plane.close()
+            await links.close()
+
+    async def _listen(self, tuning: Tuning, links: PartyLinks, plane: Plane, start: training.Start) -> None:
+        while True:
+            match await self._spoke.receive():
+                case training.Peers() as peers:
+                    states = await links.meet(plane, peers, start.aggregator)
+                    tuning.linked(peers, states)
+                    await self._spoke.send(training.Linked())
+                case messages.Stop(reason=reason):
+                    self._settings.say(reason)
+                    return
+                case messages.Trouble(code=code, text=text):
+                    raise reported(code, f"The coordinator gave up: {text}")
+                case said:
+                    await tuning.hear(said)
+
+    def _on_lost(self, who: Neighbour, error: NetworkError) -> None:
+        if self._tuning is not None:
+            self._tuning.lost(who, error)
+
+    def _open(self, start: training.Start, rows: Rows | None) -> tuple[Recipe, OwnerData | None]:
+        """On the compute thread: the run's settings hold, but for where things lie on this machine."""
+        mine = self._settings.config
+        config = here(read(start.settings, "the coordinator's settings"), mine)
+        recipe = open_recipe(
+            config,
+            model_folder(config, self._settings.resolve),
+            start.classes,
+            dtype=self._settings.dtype,
+        )
+        if rows is None:
+            return recipe, None
+        valid = None
+        if config.server.validation:
+            with contextlib.suppress(SplitlmError):
+                valid = read_rows(config, "validation", None)
+        own = self._settings.own_data is not None
+        return recipe, OwnerData(recipe, start.party, rows, valid, own=own)
+
+
+def here(config: RunConfig, mine: RunConfig) -> RunConfig:
+    """The run's settings with this machine's places of model and data."""
+    server = msgspec.structs.replace(config.server, model_path=mine.server.model_path, data_path=mine.server.data_path)
+    return msgspec.structs.replace(config, server=server)

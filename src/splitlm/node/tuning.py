@@ -1,0 +1,346 @@
+"""What a party does on the coordinator's word: windows, steps, rounds, averages."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from splitlm.bus.base import Spoke
+from splitlm.core import messages, training
+from splitlm.core.barrier import Event, Follower, step
+from splitlm.core.errors import ModelError, NetworkError, ProtocolError, SplitlmError
+from splitlm.finetune.batch import Microbatch
+from splitlm.finetune.engine import Engine, WindowPlan
+from splitlm.finetune.party import Party
+from splitlm.finetune.plane import Neighbour, Plane
+from splitlm.finetune.recipe import OwnerData, Recipe
+from splitlm.finetune.transfer import State, receive_state, send_state
+from splitlm.finetune.window import WindowScale
+from splitlm.model.runner import Runner
+from splitlm.model.tuned import load_into
+from splitlm.planner.routing import SmoothWRR, Speeds
+from splitlm.wire.channel import Channel
+
+
+@dataclass(frozen=True)
+class _Open:
+    """A window that was announced."""
+
+    word: training.Window
+    batches: Sequence[Microbatch] = ()
+    assign: Sequence[int] = ()
+
+
+class Tuning:
+    """One party in a run; see ``hear``."""
+
+    def __init__(
+        self,
+        *,
+        recipe: Recipe,
+        party: Party,
+        engine: Engine,
+        plane: Plane,
+        runner: Runner,
+        spoke: Spoke,
+        data: OwnerData | None,
+        start: training.Start,
+        folder: Path | None,
+        say: Callable[[str], None],
+    ) -> None:
+        self._recipe, self._party, self._engine, self._plane = recipe, party, engine, plane
+        self._runner, self._spoke, self._data, self._start = runner, spoke, data, start
+        self._folder, self._say = folder, say
+        self._follower = Follower()
+        self._open: _Open | None = None
+        self._work: asyncio.Task[None] | None = None
+        self._state: Channel | None = None
+        self._states: asyncio.Queue[State | NetworkError] = asyncio.Queue()
+        self._reader: asyncio.Task[None] | None = None
+        self._round, self._validate = 0, False
+        self._batches: list[Microbatch] = []
+        self._at = 0
+        self._samples = 0
+        self._loss, self._items = 0.0, 0
+        self._speeds: Speeds[int] | None = None
+        self._turns: SmoothWRR[int] | None = None
+        self._lost: dict[Neighbour, str] = {}
+
+    @property
+    def _by_item(self) -> bool:
+        return self._recipe.config.learning.loss_weighting == "token"
+
+    def linked(self, peers: training.Peers, state: Channel) -> None:
+        """All links are up."""
+        self._state = state
+        self._reader = asyncio.create_task(self._read(state))
+        weights = {peer.worker: peer.weight for peer in peers.workers}
+        self._speeds, self._turns = Speeds(weights), SmoothWRR(weights)
+
+    def lost(self, who: Neighbour, error: NetworkError) -> None:
+        """A link to a neighbour ended: the window at hand cannot be finished with it."""
+        self._lost.setdefault(who, str(error))
+        if self._work is not None and not self._work.done():
+            self._work.cancel()
+        self._plane.wake()
+
+    async def close(self) -> None:
+        """Leave nothing running."""
+        for task in (self._work, self._reader):
+            if task is not None:
+                task.cancel()
+                await asyncio.gather(task, return_exceptions=True)
+
+    async def hear(self, said: messages.Message) -> None:
+        """One message of the coordinator.
+
+        Raises:
+            ProtocolError: one that has no place here.
+            SplitlmError: what this party cannot go on with.
+        """
+        match said:
+            case training.Round() as round_:
+                await self._begin(round_)
+            case training.Over():
+                await self._finish()
+            case training.Window() as word:
+                self._measured(word.speeds)
+                await self._on(Event("PREPARE", word.seq, 0), word)
+            case training.Opened() as opened:
+                if self._open is not None and opened.seq == self._open.word.seq:
+                    self._work = asyncio.create_task(self._window(self._open, opened))
+            case messages.Commit(seq=seq, epoch=epoch):
+                await self._on(Event("COMMIT", seq, epoch))
+            case messages.Abort(seq=seq, reason=reason):
+                await self._on(Event("ABORT", seq, reason=reason))
+            case training.Gather(round=number):
+                await self._average(number)
+            case other:
+                raise ProtocolError(f"A {type(other).__name__} message came from the coordinator")
+
+    async def _on(self, event: Event, word: training.Window | None = None) -> None:
+        """Step the barrier's table, and do what it asks for."""
+        self._follower, actions = step(self._follower, event)
+        for action in actions:
+            match action.does:
+                case "prepare" if word is not None:
+                    await self._plan(word)
+                case "say READY":
+                    await self._spoke.send(messages.Prepared(action.seq))
+                case "say NACK":
+                    await self._spoke.send(messages.Nack(action.seq, action.reason))
+                case "discard":
+                    await self._discard()
+                case "apply":
+                    await self._step(action.seq)
+                    await self._on(Event("applied", action.seq))
+                case "say DONE":
+                    await self._spoke.send(messages.Done(action.seq))
+                case "stop: violation" | "stop: state unknown" | "stop: peer lost":
+                    raise ProtocolError(action.reason or "The coordinator spoke out of turn")
+                case _:
+                    pass  # timers are the coordinator's
+
+    async def _begin(self, word: training.Round) -> None:
+        """A round begins."""
+        party, number = self._party, word.round
+        self._round, self._validate, self._at, self._samples = number, word.validate, 0, 0
+        self._loss, self._items = 0.0, 0
+        if self._recipe.config.optimizer.reset_each_round and number:
+            await self._runner.run(party.reset)
+        if self._speeds is not None:
+            self._speeds.new_round()
+        if self._data is not None:
+            self._batches = await self._runner.run(self._data.round, number)
+        if not self._recipe.shape.agreed and (self._work is None or self._work.done()):
+            work = self._alone if party.role == "owner" else self._engine.serve
+            self._work = asyncio.create_task(self._guarded(work))
+
+    async def _plan(self, word: training.Window) -> None:
+        """What this owner has for the window; workers wait for the word that all have planned."""
+        if self._party.role != "owner":
+            self._open = _Open(word)
+            return
+        config = self._recipe.config
+        most = config.learning.u_shape.microbatches_per_window
+        batches = self._batches[self._at : self._at + most]
+        turns = self._turns
+        if turns is None:
+            raise ProtocolError("A window came before the workers were named", expected="Peers first")
+        assign: list[int] = []
+        for _ in batches:
+            chosen = turns.choose(word.workers)
+            if chosen is None:
+                raise NetworkError("There is no worker in this window", expected="one at least")
+            assign.append(chosen)
+        self._open = _Open(word, batches, assign)
+        items = sum(batch.weight for batch in batches)
+        left = len(self._batches) - self._at - len(batches)
+        await self._spoke.send(training.Plan(word.seq, assign, items, left))
+
+    async def _window(self, open_: _Open, opened: training.Opened) -> None:
+        """The window's work, to READY or NACK."""
+        seq = open_.word.seq
+        try:
+            await self._engine.window(self._window_plan(open_, opened))
+            if self._recipe.config.learning.body_sync == "window" and self._party.role == "worker":
+                await self._reduce(seq)
+        except ModelError as error:
+            await self._spoke.send(training.Failed(error.exit_code, f"{error.where}: {error.what}", "window", seq))
+        except SplitlmError as error:
+            await self._on(Event("failed", seq, reason=str(error)[:1000]))
+        except asyncio.CancelledError:
+            if self._lost:
+                who, reason = next(iter(self._lost.items()))
+                await self._spoke.send(training.Failed(3, reason[:1000], "window", seq, who))
+                return
+            raise
+        else:
+            await self._on(Event("ready", seq))
+
+    def _window_plan(self, open_: _Open, opened: training.Opened) -> WindowPlan:
+        party, config = self._party, self._recipe.config
+        total = sum(share.items if self._by_item else len(share.assign) for share in opened.shares)
+        order = [
+            (share.owner, index)
+            for share in sorted(opened.shares, key=lambda share: share.owner)
+            for index, worker in enumerate(share.assign)
+            if (share.owner if party.role == "owner" else worker) == party.number
+        ]
+        # Items of single microbatches are their owner's affair: a worker knows its share by count.
+        own = sum(batch.weight for batch in open_.batches) if self._by_item else len(order)
+        return WindowPlan(
+            seq=open_.word.seq,
+            round=open_.word.round,
+            number=open_.word.window,
+            order=order,
+            scale=WindowScale(max(total, 1), own, self._by_item),
+            batches=open_.batches,
+            assign=open_.assign,
+            credit=config.credit,
+        )
+
+    async def _reduce(self, seq: int) -> None:
+        """Workers sum their gradients, so that all of them take the same step."""
+        window = self._party.window
+        total = await self._exchange(State("gradient", self._round, seq, 0, window.sum.total), None)
+        window.sum.total = total
+
+    async def _step(self, seq: int) -> None:
+        """COMMIT: step, if there was any work here."""
+        party, open_ = self._party, self._open
+        window = party.window
+        synced = party.role == "worker" and self._recipe.config.learning.body_sync == "window"
+        scale = 1.0 if synced else self._scale()
+        norm = await self._runner.run(party.step, scale)
+        tally = window.tally
+        self._loss, self._items = self._loss + tally.loss, self._items + tally.items
+        if party.role == "owner" and open_ is not None:
+            self._at += len(open_.batches)
+            self._samples += sum(batch.samples for batch in open_.batches)
+        else:
+            self._samples += tally.samples
+        speed = tally.padded / tally.seconds if tally.seconds > 0 and tally.padded else 0.0
+        self._open = None
+        await self._spoke.send(training.Stepped(seq, tally.loss, tally.items, speed, norm))
+
+    def _scale(self) -> float | None:
+        """A worker's own share of a token-weighted window is not known to it in items: its own count tells."""
+        window = self._party.window
+        if not self._by_item or self._party.role == "owner":
+            return None
+        items = window.tally.weight
+        return window.scale.total / items if items else 1.0
+
+    async def _finish(self) -> None:
+        """An owner is through its rows of the round."""
+        if self._party.role == "owner":
+            await self._spoke.send(training.Notify(self._round, self._samples, self._loss, self._items))
+
+    def _measured(self, speeds: dict[int, float]) -> None:
+        """Workers said how fast they were: an owner's turns follow, if they are to."""
+        if not self._recipe.config.learning.u_shape.adaptive_weights or self._speeds is None or self._turns is None:
+            return
+        for worker, speed in sorted(speeds.items()):
+            self._speeds.report(worker, speed)
+        if speeds:
+            self._turns.reweigh(self._speeds.weights())
+
+    async def _discard(self) -> None:
+        """ABORT: what was computed is forgotten; the microbatches stay to be done."""
+        work, self._work, self._open = self._work, None, None
+        if work is not None and work is not asyncio.current_task():
+            work.cancel()
+            await asyncio.gather(work, return_exceptions=True)
+        await self._engine.drop()
+        for who in list(self._lost):
+            await self._plane.part(who)
+        self._lost.clear()
+
+    async def _average(self, number: int) -> None:
+        """Send this party's parameters, and take the average."""
+        party = self._party
+        if party.role == "worker" and not self._recipe.shape.agreed:
+            self._samples = await self._runner.run(party.counted)
+        tensors = {name: p.detach() for name, p in party.parameters.items()}
+        mean = await self._exchange(State("update", number, 0, self._samples, tensors), tensors)
+        await self._runner.run(load_into, party.parameters, mean)
+        await self._spoke.send(training.Saved(number))
+
+    async def _exchange(self, state: State, like: dict[str, torch.Tensor] | None) -> dict[str, torch.Tensor]:
+        if self._state is None:
+            raise ProtocolError("There is no link to the aggregator", expected="Peers first")
+        await send_state(self._state, state)
+        wanted = "model" if state.what == "update" else state.what
+        while True:
+            came = await self._states.get()
+            if isinstance(came, NetworkError):
+                raise came
+            if (came.what, came.round, came.window) == (wanted, state.round, state.window):
+                break
+        if like is not None and came.tensors.keys() != like.keys():
+            raise ProtocolError("The average has other tensors than this party", expected="the same")
+        return came.tensors
+
+    async def _read(self, channel: Channel) -> None:
+        try:
+            while True:
+                await self._states.put(await receive_state(channel))
+        except NetworkError as error:
+            await self._states.put(error)
+
+    async def _alone(self) -> None:
+        """An owner's round where nothing is agreed: its windows one after the other."""
+        count = self._recipe.config.learning.control_count
+        for number, begin in enumerate(range(0, len(self._batches), count)):
+            batches = self._batches[begin : begin + count]
+            order = [(self._party.number, i) for i in range(len(batches))]
+            plan = WindowPlan(
+                seq=number,
+                round=self._round,
+                number=number,
+                order=order,
+                scale=WindowScale(1, 1),
+                batches=batches,
+                assign=[0] * len(batches),
+                credit=count,
+            )
+            await self._engine.window(plan)
+            tally = self._party.window.tally
+            norm = await self._runner.run(self._party.step, 1.0 / len(batches))
+            self._loss, self._items = self._loss + tally.loss, self._items + tally.items
+            self._samples += sum(batch.samples for batch in batches)
+            self._at = begin + len(batches)
+            await self._spoke.send(training.Stepped(number, tally.loss, tally.items, 0.0, norm))
+        await self._finish()
+
+    async def _guarded(self, work: Callable[[], Awaitable[None]]) -> None:
+        """A round's work; what it fails with is told."""
+        try:
+            await work()
+        except SplitlmError as error:
+            await self._spoke.send(training.Failed(error.exit_code, str(error)[:1000]))
