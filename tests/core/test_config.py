@@ -282,7 +282,9 @@ def test_a_wrong_type_is_named_with_what_it_should_be() -> None:
     refused({"server": {"global-round": 1.5}}, "1.5", "a whole number")
     refused({"server": {"global-round": True}}, "True", "a whole number")
     refused({"debug_mode": 1}, "debug_mode", "true or false")
-    refused({"learning": {"learning-rate": float("nan")}}, "nan", "a finite number")
+    for number in (float("nan"), float("inf"), "1e999"):
+        with pytest.raises(UsageError, match="a finite number"):
+            read({"learning": {"clip-grad-norm": number}}, "c.yaml")
     refused({"learning": {"learning-rate": 10**400}}, "a huge number", "a finite number")
     refused({"server": 3}, "server cannot be 3", "mapping")
     refused({"server": {"model": ["Bert"]}}, "server.model", "mapping")

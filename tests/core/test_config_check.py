@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import yaml
 
-from splitlm.core.config import override, read
+from splitlm.core.config import ModelLimit, RunConfig, Server, override, read
 from splitlm.core.errors import CutError
 
 from .test_config import refused
@@ -106,11 +106,23 @@ def test_credits_fit_workers_and_queues() -> None:
     read(two_stage, "c.yaml").check()
 
 
-@pytest.mark.parametrize("name", ["bert-base-cased", "gpt2", "me/Bret", "./Bret", "smollm2-135m", "llama"])
+@pytest.mark.parametrize(
+    "name", ["bert-base-cased", "gpt2", "me/Bret", "./Bret", "~bret", ".bert", "bert\\x", "smollm2-135m", "llama"]
+)
 def test_a_path_and_a_hub_id_name_a_model(name: str) -> None:
     config = read({"server": {"model-name": name, "model": {name: {"n_block": 5}}}}, "c.yaml")
     config.check()
     assert config.n_block == 5 and config.unused == ()
+
+
+def test_a_limit_is_found_in_any_case() -> None:
+    server = Server(model_name="BERT", model={"bert": ModelLimit(n_block=2), "GPT2": ModelLimit(n_block=3)})
+    assert RunConfig(server=server).n_block == 2
+
+
+def test_the_ends_of_a_range_are_inside() -> None:
+    for port in (1, 65535):
+        read({"rabbit": {"port": port}, "learning": {"weight-decay": 0}}, "c.yaml").check()
 
 
 def test_a_model_is_limited_once() -> None:

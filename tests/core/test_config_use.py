@@ -5,7 +5,8 @@ from __future__ import annotations
 import copy
 import json
 import re
-from pathlib import Path
+from collections.abc import Callable
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 import pytest
@@ -97,13 +98,19 @@ def test_a_stored_configuration_gives_the_same_run() -> None:
     assert set(plain) == {path.partition(".")[0] for path in DEFAULTS} - {"rabbit"}
 
 
+def under(folder: str) -> Callable[[str], str]:
+    return lambda path: str(PurePosixPath(folder) / path) if path[0] != "~" else path.replace("~", "HOME")
+
+
 def test_relative_paths_are_the_files_own() -> None:
     server = {"model-path": "m", "data-path": "/abs/d.jsonl", "model-name": "me/it", "data-name": "rows.csv"}
-    config = read({"server": server, "security": {"certs": "~/c"}, "log_path": "."}, "c.yaml").rooted("/etc/run")
+    config = read({"server": server, "security": {"certs": "~/c"}, "log_path": "."}, "c.yaml").rooted(under("/etc/run"))
     assert (config.server.model_path, config.server.data_path) == ("/etc/run/m", "/abs/d.jsonl")
     assert (config.server.model_name, config.server.data_name) == ("me/it", "/etc/run/rows.csv")
-    assert (config.security.certs, config.log_path) == ("~/c", "/etc/run")
-    here = read({"server": {"model-name": "./it", "model": {"./it": {"n_block": 3}}}}, "c.yaml").rooted("/etc")
+    assert (config.security.certs, config.log_path) == ("HOME/c", "/etc/run")
+    home = read({"server": {"model-name": "~/m", "data-name": "~/d"}}, "c.yaml").rooted(under("/etc"))
+    assert (home.server.model_name, home.server.data_name) == ("HOME/m", "HOME/d")
+    here = read({"server": {"model-name": "./it", "model": {"./it": {"n_block": 3}}}}, "c.yaml").rooted(under("/etc"))
     assert here.server.model_name == "/etc/it" and here.n_block == 3
     assert here.server.data_name == "EMOTION" and here.server.model_path is None and here.security.certs is None
 
@@ -161,7 +168,7 @@ def test_set_does_not_reach_into_what_is_no_section() -> None:
 @pytest.mark.parametrize("name", ["demo-ushape.yaml", "demo-two-stage.yaml"])
 def test_the_shipped_files_are_right(name: str) -> None:
     file = Path(__file__).parents[2] / "configs" / name
-    config = read(yaml.safe_load(file.read_text(encoding="utf-8")), name).rooted(str(file.parent))
+    config = read(yaml.safe_load(file.read_text(encoding="utf-8")), name).rooted(under(str(file.parent)))
     config.check()
     assert config.unused == ()
     assert config.shape.name == ("u-shape" if "ushape" in name else "two-stage")
@@ -209,4 +216,8 @@ def test_the_schema_takes_both_spellings_and_offers_one() -> None:
             for other in {key.replace("-", "_"), key.replace("_", "-")} - {key}:
                 found = [part for pattern, part in section["patternProperties"].items() if re.search(pattern, other)]
                 assert found == [section["properties"][key]]
-                assert not any(re.search(pattern, f"x{other}") for pattern in section["patternProperties"])
+                assert not any(
+                    re.search(pattern, wrong)
+                    for wrong in (f"x{other}", f"{other}x")
+                    for pattern in section["patternProperties"]
+                )
