@@ -55,9 +55,9 @@ def test_plain_text_is_a_row_per_line(tmp_path: Path) -> None:
 
 
 def test_csv_with_commas_lines_and_labels(tmp_path: Path) -> None:
-    (tmp_path / "x.csv").write_text('label,text\n2,"a, b\nand ""c"""\n0,d\n')
+    (tmp_path / "x.csv").write_bytes(b'label,text\r\n2,"a, b\r\nand ""c"""\r\n0,d\r\n')
     rows = load_rows(str(tmp_path / "x.csv"), "train")
-    assert (rows.texts, rows.labels) == (('a, b\nand "c"', "d"), (2, 0))
+    assert (rows.texts, rows.labels) == (('a, b\r\nand "c"', "d"), (2, 0))
 
 
 def test_another_label_key(tmp_path: Path) -> None:
@@ -172,6 +172,17 @@ def test_the_hubs_cache_is_read_without_network_and_without_datasets(no_hub: Pat
     assert load_rows("me/mine", "train").labels == (1, 0, 3)
     with pytest.raises(UsageError, match="no hub and no path"):
         load_rows("EMOTION", "test")
+
+
+def test_the_cache_is_looked_at_without_asking_the_hub(no_hub: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import huggingface_hub
+
+    asked: list[dict[str, object]] = []
+    real = huggingface_hub.snapshot_download
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda *a, **k: (asked.append(k), real(*a, **k))[1])
+    with pytest.raises(UsageError, match="no hub and no path"):
+        load_rows("EMOTION", "train")
+    assert asked == [{"repo_type": "dataset", "local_files_only": True}]
 
 
 LIBRARY = """

@@ -114,6 +114,12 @@ def test_a_batch_without_an_item_gives_a_zero_and_no_nan() -> None:
     assert CAUSAL.metric(logits, labels) == (0.0, 0)
 
 
+def test_an_own_loss_is_not_asked_for_the_mean_of_nothing() -> None:
+    own = dataclasses.replace(CAUSAL, loss=lambda output, labels: output[labels != -100].mean())
+    total, items = own.value(torch.ones(1, 2, 5), torch.tensor([[3, -100]]))
+    assert (total.item(), items) == (0.0, 0)
+
+
 def test_one_token_predicts_nothing() -> None:
     assert CAUSAL.value(torch.randn(2, 1, 5), torch.tensor([[1], [2]]))[1] == 0
 

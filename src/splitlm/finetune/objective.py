@@ -105,7 +105,7 @@ class Objective:
     def metric(self, output: torch.Tensor, labels: torch.Tensor) -> tuple[float, int]:
         """How many items the largest logit gets right, and how many there are; shapes and errors as in ``value``."""
         targets = self._targets(output, labels)
-        right = (output.detach().argmax(dim=-1) == targets) & (targets != IGNORED)
+        right = output.detach().argmax(dim=-1) == targets  # never where a label is ignored: no index is negative
         return float(right.sum()), self._items(targets)
 
     def count(self, labels: torch.Tensor) -> int:
