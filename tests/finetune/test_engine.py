@@ -105,7 +105,7 @@ def test_a_window_over_links_equals_the_uncut_loop(family: str, dropout: float, 
 
     async def main() -> Room:
         room = Room(files, "u-shape", owners, 1, goal, seed)
-        whole = UncutTrainer(files, room.segments, goal, HOW, owners=owners, seed=seed)
+        whole = UncutTrainer(files, room.shape, room.segments, goal, HOW, owners=owners, seed=seed)
         try:
             for number in range(4):
                 of = {o: batches(3 + o, classify=family == "bert", seed=10 * o + number) for o in range(owners)}

@@ -28,6 +28,7 @@ from splitlm.wire.handshake import Claims, Identity
 from tests.tiny_tune import CLASSES, build
 
 ROWS = 40
+TWO_STAGE: dict[str, Any] = {"server": {"architecture": "two-stage", "cut-layers": 2}}
 
 
 def rows_file(folder: Path, kind: str) -> Path:
@@ -143,6 +144,7 @@ def uncut(made: RunConfig, folder: Path, *, dtype: str = "float64") -> UncutTrai
     data = [OwnerData(recipe, number, rows, None) for number in range(owners)]
     whole = UncutTrainer(
         recipe.files,
+        recipe.shape,
         recipe.segments,
         recipe.goal,
         recipe.how,
@@ -152,10 +154,13 @@ def uncut(made: RunConfig, folder: Path, *, dtype: str = "float64") -> UncutTrai
         frozen_embedding=recipe.frozen_embedding,
         token_weighted=made.learning.loss_weighting == "token",
     )
-    most = made.learning.u_shape.microbatches_per_window
+    most = made.learning.u_shape.microbatches_per_window if made.shape.agreed else made.learning.control_count
     for round_ in range(made.server.global_round):
         batches: list[list[Microbatch]] = [of.round(round_) for of in data]
         for number in range(max(-(-len(b) // most) for b in batches)):
+            if not made.shape.agreed:
+                whole.steps(round_, number, batches[0][number * most : (number + 1) * most])
+                continue
             whole.window(round_, number, {o: b[number * most : (number + 1) * most] for o, b in enumerate(batches)})
         whole.average([sum(m.samples for m in b) for b in batches])
     return whole
@@ -168,6 +173,9 @@ def uncut(made: RunConfig, folder: Path, *, dtype: str = "float64") -> UncutTrai
         ("llama", 0.0, 1, 1, {"fine-tune": {"name": "LoRA", "LoRA": {"r": 4, "alpha": 8}}}),
         ("gpt2", 0.1, 2, 1, {}),
         ("bert", 0.2, 2, 2, {"learning": {"body-sync": "window"}}),
+        ("bert", 0.2, 1, 1, TWO_STAGE),
+        ("gpt2", 0.2, 1, 1, TWO_STAGE | {"learning": {"control-count": 4}}),
+        ("llama", 0.2, 1, 1, TWO_STAGE | {"learning": {"control-count": 4}}),
         ("llama", 0.0, 2, 3, {"learning": {"body-sync": "window", "loss-weighting": "token"}}),
     ],
 )
@@ -176,7 +184,8 @@ def test_a_run_equals_the_uncut_loop(
 ) -> None:
     folder = model_folder(family, tmp_path / "model", dropout)
     data = rows_file(tmp_path, "classify" if family == "bert" else "text")
-    made = config(folder, data, server={"clients": [owners, workers]}, **more)
+    server = {"clients": [owners, workers]} | more.get("server", {})
+    made = config(folder, data, **{**more, "server": server})
     done, whole = run(made), uncut(made, folder)
     for name, tensor in done.averages["owner"].items():
         torch.testing.assert_close(tensor, whole.own[0][name].detach(), rtol=0, atol=1e-9)

@@ -90,7 +90,7 @@ def test_parts_train_as_the_whole(family: str, dropout: float, lora: Lora | None
     stepping = Stepping(learning_rate=1e-2, clip_grad_norm=0.5)
     goal = GOALS[family == "bert"]
     chain = Chain(files, segments, shape.places, stepping, seed=7 if dropout else None, lora=lora, goal=goal)
-    whole = UncutTrainer(files, segments, goal, stepping, seed=7 if dropout else None, lora=lora)
+    whole = UncutTrainer(files, shape, segments, goal, stepping, seed=7 if dropout else None, lora=lora)
     classify = family == "bert"
     losses = []
     for window in range(WINDOWS):

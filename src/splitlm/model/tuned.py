@@ -68,7 +68,8 @@ class TunedPart:
         if seeding is not None:
             seeding.attach(self._module, files.family, part.segment)
         self.train(dropout=seeding is not None)
-        self.names = {name: self._whole(name) for name, _ in self._module.named_parameters()}
+        self.names: dict[str, str] = {}
+        self.name_parameters()
 
     @property
     def segment(self) -> Segment:
@@ -84,6 +85,10 @@ class TunedPart:
     def _embedding(self) -> nn.Module:
         found: nn.Module = getattr(self._base, self._files.family.embed)
         return found
+
+    def name_parameters(self) -> None:
+        """Take up the names of the parameters that are here now."""
+        self.names = {name: self._whole(name) for name, _ in self._module.named_parameters()}
 
     def train(self, *, dropout: bool) -> None:
         """Dropout on or off."""

@@ -13,6 +13,8 @@ import torch
 from torch import nn
 
 from splitlm.core.cut import Segment
+from splitlm.core.shape import Shape
+from splitlm.model import residency
 from splitlm.model.lora import Lora
 from splitlm.model.seeding import Seeding
 from splitlm.model.stepping import Stepping, step
@@ -49,7 +51,8 @@ class UncutTrainer:
 
     Args:
         files: the model.
-        cut: the segments that the parties would hold, first, body and last.
+        shape: who would hold which part.
+        cut: the segment of each part.
         goal: as in ``TunedPart.score``.
         owners: how many.
         seed: of dropout; None turns it off.
@@ -58,6 +61,7 @@ class UncutTrainer:
     def __init__(
         self,
         files: TunableFiles,
+        shape: Shape,
         cut: Sequence[Segment],
         goal: Goal,
         stepping: Stepping,
@@ -75,10 +79,13 @@ class UncutTrainer:
             TunedPart(files.load([whole])[0], files, seeding=s, lora=lora, frozen_embedding=frozen_embedding)
             for s in self._seedings
         ]
-        body = cut[1].blocks if len(cut) > 2 else range(0)
-        prefixes = tuple(files.family.block_prefix(i) for i in body)
+        remote = [segment for segment, place in zip(cut, shape.places, strict=True) if place == "worker"]
+        if files.tied and any(segment.head for segment in remote):
+            for part in self.parts:  # whoever holds the head alone has a table of its own
+                _untie(part, files)
+        prefixes = tuple(prefix for segment in remote for prefix in residency.prefixes(files.family, segment))
         first = self.parts[0].parameters()
-        self.body = {name: p for name, p in first.items() if name.startswith(prefixes)} if prefixes else {}
+        self.body = {name: p for name, p in first.items() if name.startswith(prefixes)}
         for part in self.parts[1:]:
             _share(part, self.body)
         self.own = [{n: p for n, p in part.parameters().items() if n not in self.body} for part in self.parts]
@@ -97,6 +104,21 @@ class UncutTrainer:
         gradients = {n: p.grad for n, p in self.body.items() if p.grad is not None}
         step(self._body_optimizer, self.body, gradients, self._stepping)
         return sums
+
+    def steps(self, round_: int, number: int, batches: Sequence[Batch]) -> float:
+        """One window where nothing is agreed, of one owner: the body steps after every microbatch; the mean loss."""
+        part, seeding, mean = self.parts[0], self._seedings[0], 0.0
+        for index, batch in enumerate(batches):
+            if seeding is not None:
+                seeding.at(round_, number, 0, index)
+            value, items = part.score((0, index), batch.ids, batch.mask, batch.labels, self._goal, 1.0 / batch.weight)
+            part.backward((0, index))
+            mean += value / items / len(batches)
+            gradients = {n: p.grad for n, p in self.body.items() if p.grad is not None}
+            step(self._body_optimizer, self.body, gradients, self._stepping)
+        gradients = {n: p.grad for n, p in self.own[0].items() if p.grad is not None}
+        step(self._optimizers[0], self.own[0], gradients, self._stepping, 1.0 / len(batches))
+        return mean
 
     def average(self, samples: Sequence[int]) -> None:
         """A round's end: the owners' partitions are averaged, weighted by the samples of each; optimizers go on."""
@@ -120,6 +142,12 @@ class UncutTrainer:
                 part.backward(key)
                 mean += value * scale
         return mean
+
+
+def _untie(part: TunedPart, files: TunableFiles) -> None:
+    head: Any = getattr(part.part.module, files.family.head)
+    head.weight = nn.Parameter(head.weight.detach().clone())
+    part.name_parameters()
 
 
 def _share(part: TunedPart, body: Mapping[str, nn.Parameter]) -> None:
