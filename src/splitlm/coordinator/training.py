@@ -124,6 +124,8 @@ class Training:
         self._seq = 0
         self._speeds: dict[int, float] = {}
         self._classes = orders.classes
+        self.begun: Callable[[int], None] = lambda _: None
+        """Told the number of classes once all parties are here."""
 
     async def run(self) -> None:
         """Gather the parties, train, and let them go.
@@ -136,6 +138,7 @@ class Training:
         reason = "The run is over"
         try:
             await self._gather()
+            self.begun(self._classes)
             await self._begin()
             for number in range(self._orders.first, self._orders.rounds):
                 await self._round(number)

@@ -1,0 +1,131 @@
+"""The coordinator's process in training: the bus, the one who decides, and the aggregator beside it."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import splitlm
+from splitlm.bus.base import Hub
+from splitlm.coordinator.members import Who
+from splitlm.coordinator.training import Orders, Training
+from splitlm.core import training
+from splitlm.core.config import RunConfig, resolved
+from splitlm.core.errors import SplitlmError
+from splitlm.core.shape import Role
+from splitlm.finetune.output import write_outputs
+from splitlm.finetune.recipe import Recipe, Resolve, model_folder, open_recipe
+from splitlm.link import tcp
+from splitlm.model.runner import Runner
+from splitlm.node.aggregator import StateHub
+from splitlm.wire.frame import PROTOCOL
+from splitlm.wire.handshake import Claims, Identity
+
+
+@dataclass(frozen=True)
+class LeadSettings:
+    """What the coordinator is told by its user.
+
+    Attributes:
+        config: the run's settings.
+        resolve: finds a model's directory.
+        folder: of the run; None keeps nothing.
+        states: address of the aggregator's port; port 0 takes a free one.
+        advertise: host of the aggregator that parties can reach, where it is not the one they reach the hub at.
+        token: join secret.
+        deadline_s: how long to wait for parties.
+        say: takes one line of progress.
+        record: takes what is known of each window and round.
+    """
+
+    config: RunConfig
+    resolve: Resolve
+    folder: Path | None = None
+    states: tuple[str, int] = ("127.0.0.1", 0)
+    advertise: str = ""
+    token: str = ""
+    deadline_s: float = 60.0
+    say: Callable[[str], None] = lambda _: None
+    record: Callable[[str, dict[str, Any]], None] = lambda _, __: None
+
+
+class _Keeper:
+    """Writes the model of each round."""
+
+    def __init__(self, settings: LeadSettings, runner: Runner) -> None:
+        self._settings, self._runner = settings, runner
+        self._recipe: Recipe | None = None
+        self.classes = 0
+
+    async def keep(
+        self, round_: int, states: dict[Role, dict[str, torch.Tensor]], saved: dict[Who, training.Saved]
+    ) -> None:
+        """Everyone has these averages."""
+        _ = round_, saved
+        folder = self._settings.folder
+        if folder is not None and self._settings.config.server.parameters.save:
+            await self._runner.run(self._write, folder, states)
+
+    def _write(self, folder: Path, states: dict[Role, dict[str, torch.Tensor]]) -> None:
+        config = self._settings.config
+        if self._recipe is None:
+            self._recipe = open_recipe(config, model_folder(config, self._settings.resolve), self.classes)
+        trained = {name: tensor for state in states.values() for name, tensor in state.items()}
+        write_outputs(folder, self._recipe, trained)
+
+
+async def lead(settings: LeadSettings, hub: Hub) -> Training:
+    """Run a training; the parties come over the hub, which stays the caller's.
+
+    Returns:
+        What is known of the run at its end.
+
+    Raises:
+        SplitlmError: it ended early; see ``Training.run``.
+    """
+    config, runner = settings.config, Runner(background=True)
+    run = secrets.token_hex(8)
+    claims = Claims(node="the aggregator", version=splitlm.__version__, protocol=PROTOCOL, ring=run, role="aggregator")
+    failure: asyncio.Future[SplitlmError] = asyncio.get_running_loop().create_future()
+
+    def failed(error: SplitlmError) -> None:
+        if not failure.done():
+            failure.set_result(error)
+
+    door = await tcp.listen(*settings.states, Identity(claims, settings.token), "state", expect_peer="a party")
+    keeper = _Keeper(settings, runner)
+    states = StateHub(door, runner, keeper, config.fine_tune.lora.aggregate, failed)
+    orders = Orders(
+        shape=config.shape,
+        owners=config.server.owners,
+        workers=config.server.workers,
+        rounds=config.server.global_round,
+        settings=resolved(config),
+        run=run,
+        aggregator=(settings.advertise, door.port),
+        deadline_s=settings.deadline_s,
+        timeout_s=config.learning.u_shape.timeout_seconds,
+        validate=config.server.validation,
+    )
+    training_ = Training(hub, orders, states, say=settings.say, record=settings.record)
+    training_.begun = lambda classes: setattr(keeper, "classes", classes)
+    work = asyncio.create_task(training_.run())
+    try:
+        await asyncio.wait({work, failure}, return_when=asyncio.FIRST_COMPLETED)
+        if failure.done():
+            work.cancel()
+            await asyncio.gather(work, return_exceptions=True)
+            raise failure.result()
+        await work
+        return training_
+    finally:
+        work.cancel()
+        await asyncio.gather(work, return_exceptions=True)
+        await states.close()
+        await asyncio.to_thread(runner.close, 10.0)
