@@ -81,16 +81,22 @@ def test_rows_of_like_length_meet_others_in_other_rounds() -> None:
     assert len(pairs[0] & pairs[1]) < 5
 
 
+def test_rows_of_a_large_set_meet_others_even_if_no_two_are_of_one_length() -> None:
+    rows = made(list(range(1, 601)))
+    pairs = [{frozenset(group) for group in numbers(microbatches(rows, 2, seed=1, round=n))} for n in (0, 1)]
+    assert len(pairs[0] & pairs[1]) < 150
+
+
 def test_no_rows_give_no_batch() -> None:
     assert microbatches([], 4, seed=1, round=0) == []
 
 
 def test_token_labels_are_padded_with_what_the_loss_ignores() -> None:
-    batch = collate([Example((5, 6, 2), (-100, 6, 2), 2), Example((2,), (2,), 0)], 3)
+    batch = collate([Example((5, 6, 2), (-100, 6, 2), 2), Example((2,), (2,), 7)], 3)
     assert batch.ids.tolist() == [[5, 6, 2], [2, 0, 0]]
     assert batch.mask.tolist() == [[1, 1, 1], [1, 0, 0]]
     assert batch.labels.tolist() == [[-100, 6, 2], [2, -100, -100]]
-    assert (batch.index, batch.samples, batch.weight, batch.padded) == (3, 2, 2, 6)
+    assert (batch.index, batch.samples, batch.weight, batch.padded) == (3, 2, 9, 6)
     assert (batch.ids.dtype, batch.mask.dtype, batch.labels.dtype) == (torch.int64, torch.uint8, torch.int64)
 
 

@@ -58,6 +58,13 @@ def test_an_alpha_of_nearly_nothing_still_gives_rows() -> None:
     assert [len(classes(share)) for share in shares] == [1, 1]
 
 
+def test_classes_that_nobody_drew_are_used_when_the_others_are_gone() -> None:
+    labels = [0] * 5 + [1] * 5
+    for seed in range(8):
+        shares = spread(2, labels, non_iid=True, num_sample=5, alpha=1e-9, seed=seed)
+        assert sorted(row for share in shares for row in share) == list(range(10))
+
+
 def test_the_same_seed_gives_the_same_rows() -> None:
     for non_iid in (False, True):
         first = spread(3, num_sample=20, non_iid=non_iid)
