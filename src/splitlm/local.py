@@ -35,7 +35,7 @@ from splitlm.infer.text import TextStream
 from splitlm.model.load import Loader, ModelFiles
 from splitlm.model.source import resolve
 from splitlm.model.text import TextCodec
-from splitlm.node.processes import start_stages
+from splitlm.node.processes import fresh_folder, start_stages
 from splitlm.node.ring import RingHost
 from splitlm.node.settings import RingSettings, StageReport
 from splitlm.node.thread import LoopThread, not_open
@@ -79,7 +79,8 @@ class Ring:
         window: laps between barriers, or 0; ``ctrl_timeout_s`` is how long one waits for a stage.
         plan: ``auto`` moves blocks where measured times say that it pays within ``horizon`` tokens.
         shifts: moves, each at the first boundary from its token on, in order; ``background`` brings blocks before it.
-        trace_dir: folder for traces and logs; None keeps no trace. ``say`` takes one line of progress.
+        trace_dir: folder for traces and logs, in which an older ring's are replaced; None keeps no trace.
+        say: takes one line of progress.
         static: this node holds blocks ``[0, static)`` and the others bring places of their own.
         data: address for the last node's link; by default a free port beside ``listen``.
         send: address of node 1, where places are fixed.
@@ -176,6 +177,8 @@ class Ring:
             thread = self._thread = LoopThread("splitlm-loop")
         try:
             settings = self.settings = RingSettings(folder=self.codec.directory, **self._given)
+            if settings.trace_dir is not None:
+                fresh_folder(settings.trace_dir)
             host = self._host = thread.call(self._make_host(settings))
             self._served = thread.submit(host.serve())
             self._head = thread.call(self._started(host))

@@ -57,6 +57,32 @@ def test_two_processes_say_what_one_says_and_leave_a_run(stories: Path, here: Pa
     assert settings["config"]["max_new_tokens"] == 5 and settings["config"]["sampling"]["temperature"] == 0
 
 
+def test_a_folder_that_is_used_again_holds_the_newest_run_alone(stories: Path, here: Path) -> None:
+    """Two stages leave two traces; one stage, in the same folder, must not leave the other's beside its own."""
+    words = ("generate", stories, "--prompt", "Once", "-n", "3", "--trace-dir", here / "t")
+    assert run(*words, "--stages", "2").code == 0
+    (here / "t" / "notes.txt").write_text("mine")
+    assert {p.name for p in (here / "t").iterdir()} >= {"trace-node1.jsonl", "stage-1.log"}
+    assert run(*words).code == 0
+    assert {p.name for p in (here / "t").iterdir()} == {"notes.txt", "run.json", "trace-node0.jsonl"}
+
+
+def test_a_stage_that_joins_clears_its_own_folder(monkeypatch: pytest.MonkeyPatch, here: Path) -> None:
+    """It may have had another place before; one that the head started shares the head's folder and clears nothing."""
+    from splitlm.node import join
+
+    async def nothing(_: object) -> None:
+        return
+
+    monkeypatch.setattr(join, "run_stage", nothing)
+    old = here / "t" / "trace-node2.jsonl"
+    old.parent.mkdir()
+    for parent, stays in (("7", True), ("0", False)):
+        old.write_text("")
+        assert run("stage", "--join", "localhost:1", "--trace-dir", here / "t", "--parent", parent).code == 0
+        assert old.exists() == stays
+
+
 def test_sampling_options_arrive(stories: Path) -> None:
     """One seed gives one text, another gives another; a stop string ends it and is not part of it."""
     words = ("generate", stories, "--prompt", "Once", "-n", "20", "--no-trace", "--temperature", "1.5", "--seed")

@@ -16,6 +16,7 @@ from typing import IO
 import splitlm
 from splitlm.core.errors import NetworkError, SplitlmError, UsageError, from_exit_code
 from splitlm.node.settings import RingSettings
+from splitlm.telemetry.sinks import clear_run
 
 GRACE_S = 5.0
 TAIL_BYTES = 8192
@@ -126,11 +127,28 @@ class StageProcess:
         self._output.close()
 
 
+def fresh_folder(folder: Path) -> None:
+    """Make the folder of a ring's traces and logs; of an older ring's, nothing stays that could be taken for ours.
+
+    Raises:
+        UsageError: it cannot be made or cleared.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        clear_run(folder)
+    except OSError as error:
+        raise UsageError(
+            f"The folder cannot be made or used again ({error.strerror or error})",
+            where=str(error.filename or folder),
+            remedy="Choose another one",
+        ) from error
+
+
 def start_stages(settings: RingSettings, port: int, count: int) -> list[StageProcess]:
     """Start ``count`` stages on this machine that join the head at ``port``; all or none.
 
     Raises:
-        UsageError: the trace folder cannot be written.
+        UsageError: a log cannot be written.
         NetworkError: a process cannot be started.
     """
     logs = settings.trace_dir
@@ -140,12 +158,6 @@ def start_stages(settings: RingSettings, port: int, count: int) -> list[StagePro
         arguments += ["--no-trace"]
     else:
         arguments += ["--trace-dir", str(logs)]
-        try:
-            logs.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise UsageError(
-                f"The folder cannot be made ({error.strerror or error})", where=str(logs), remedy="Choose another one"
-            ) from error
     environment = {"SPLITLM_TOKEN": settings.token, "OMP_WAIT_POLICY": "PASSIVE"}
     started: list[StageProcess] = []
     try:
