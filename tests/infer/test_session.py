@@ -8,7 +8,7 @@ from collections import deque
 import pytest
 
 from splitlm.core.errors import PromptError, UsageError
-from splitlm.core.sampling import FinishReason
+from splitlm.core.sampling import FinishReason, Sampling
 from splitlm.infer.request import Request
 from splitlm.infer.session import Session
 
@@ -55,6 +55,11 @@ def test_the_record_of_a_session_that_was_left_says_cancelled() -> None:
     one.finish, one.laps_ms = "eos", [1.0, 2.0, 3.0]
     record = one.record()
     assert (record.finish, record.tpot_p50_ms, record.new_tokens, record.prompt_tokens) == ("eos", 2.0, 2, 3)
+
+
+def test_the_record_names_the_seed_where_tokens_were_drawn() -> None:
+    drawn, greedy = Sampling(temperature=1.0, seed=7), Sampling(seed=7)
+    assert [session([9], sampling=sampling).record().seed for sampling in (drawn, greedy)] == [7, None]
 
 
 @pytest.mark.parametrize(

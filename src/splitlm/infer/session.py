@@ -122,6 +122,7 @@ class Session:
             prompt_tokens=len(self.request.prompt),
             new_tokens=len(self.tokens),
             finish=self.finish or "cancelled",
+            seed=None if self.request.sampling.greedy else self.request.sampling.seed,
             ttft_ms=self.ttft_ms,
             tpot_p50_ms=percentile(laps, 50) if laps else None,
             tpot_p99_ms=percentile(laps, 99) if laps else None,

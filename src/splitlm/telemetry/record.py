@@ -107,6 +107,7 @@ class Session(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag
         prompt_tokens: tokens of the prompt.
         new_tokens: tokens generated.
         finish: why it ended.
+        seed: of the random choice of tokens; left out where the most probable one was taken.
         ttft_ms: from the request to the first token; left out when there was none.
         tpot_p50_ms: median lap; left out below two tokens.
         tpot_p99_ms: 99th percentile of the laps; left out below two tokens.
@@ -116,6 +117,7 @@ class Session(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag
     prompt_tokens: int
     new_tokens: int
     finish: str
+    seed: int | None = None
     ttft_ms: float | None = None
     tpot_p50_ms: float | None = None
     tpot_p99_ms: float | None = None
