@@ -102,6 +102,11 @@ class Console:
         if not self.quiet:
             self._line(text)
 
+    def warn(self, text: str) -> None:
+        """What went otherwise than asked, where the result stands all the same; also with ``--quiet``."""
+        self.done()
+        _complain(f"splitlm: warning: {text}")
+
     def error(self, text: str) -> None:
         """The paragraph with which a process ends; also with ``--quiet``."""
         self.done()
