@@ -108,7 +108,7 @@ def migration(
     """
     for at in shift_at:
         if not 1 <= at < tokens:
-            raise UsageError(f"It is {at}", where="--shift-at", expected=f"1 to {tokens - 1}, before the last token")
+            raise UsageError(f"It is {at}", where="--shift-at", expected=f"at least 1, less than {tokens} tokens")
     folder = resolve(model, progress=say)
     files, codec = ModelFiles(folder, family=family, dtype=dtype), TextCodec(folder)
     edges = cuts or balanced_boundaries(files.blocks, stages, private=private, tail_blocks=tail_blocks)

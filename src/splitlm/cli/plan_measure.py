@@ -168,7 +168,7 @@ def planned(
         raise UsageError(
             f"{count} stages and {len(profiles.devices)} devices",
             where="--stages",
-            expected=f"1 to {len(profiles.devices)}",
+            expected=f"at least 1 and at most {len(profiles.devices)}",
             remedy="Measure more machines, and --merge their files",
         )
     devices = profiles.devices[:count]
