@@ -4,22 +4,26 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from splitlm.core.cut import make_cut
 from splitlm.core.errors import ModelError, NetworkError, ProtocolError, SplitlmError
+from splitlm.core.sampling import Sampling
 from splitlm.infer.request import Request
 from splitlm.infer.session import MAX_REASON, error_of
+from splitlm.model import payload
+from splitlm.model.load import ModelFiles
 from splitlm.model.sampling import Sampler
 from splitlm.model.stage import Stage
 from splitlm.telemetry.record import Record
 from splitlm.telemetry.record import Session as SessionRecord
-from splitlm.wire.frame import Close, Failed, Fence, Hidden
-from tests.infer.rig import Rig
+from splitlm.wire.frame import Close, Failed, Fence, Frame, Hidden, Open
+from tests.infer.rig import Rig, relays
 from tests.infer.test_head import PROMPTS, run, uncut, until
 
 LONG = (1, *range(20, 50))
@@ -60,6 +64,10 @@ class Kept:
         if isinstance(record, SessionRecord):
             self.sessions.append(record)
 
+    @property
+    def dropped(self) -> int:
+        return 0
+
     def close(self) -> None:
         pass
 
@@ -87,7 +95,7 @@ def test_logits_that_are_not_finite_end_their_session_alone(
 
     async def story(rig: Rig) -> None:
         kept = rig.head._meter.sink = Kept()
-        sampling = type(others[0].sampling)(temperature=7.0, seed=1)
+        sampling = Sampling(temperature=7.0, seed=1)
         got: list[int] = []
 
         async def bad() -> None:
@@ -169,18 +177,16 @@ def test_two_stages_that_fail_for_one_session_end_it_once(tiny: Callable[[str], 
         run(tiny("llama"), (2, 4), story)
 
 
-def test_a_fault_of_nobody_in_particular_still_ends_the_ring(tiny: Callable[[str], Path]) -> None:
-    def what(session: int, position: int, first: int) -> Exception | None:
-        return RuntimeError("The size of tensor a must match") if first == 0 else None
-
-    async def story(rig: Rig) -> None:
-        task = asyncio.create_task(rig.tokens(Request((1, 50), 5)))
-        await asyncio.sleep(0.1)
-        assert not task.done()  # nobody told it: a fault is for whoever runs the head
-        task.cancel()
-
-    with hurt(what):
-        run(tiny("llama"), (2, 4), story)
+@pytest.mark.parametrize("error", [RuntimeError("The size of tensor a must match"), ProtocolError("Out of place")])
+def test_a_fault_that_is_not_the_sessions_own_is_raised(tiny: Callable[[str], Path], error: Exception) -> None:
+    files = ModelFiles(tiny("llama"))
+    (relay,) = relays(files, make_cut(files.blocks, (2, 4)), 0)
+    relay.handle(Frame(Open(session=1, context=9, sampling=Sampling())))
+    spec, view = payload.dump(torch.tensor([[5, 6]]))
+    with hurt(lambda *_: error), pytest.raises(type(error)) as caught:
+        relay.handle(Frame(Hidden(session=1, epoch=0, position=0, sample=True, tensors=(spec,)), [view]))
+    assert caught.value is error
+    assert relay.stage.sessions == [1]
 
 
 def test_a_broken_ring_leaves_a_record_of_every_session(tiny: Callable[[str], Path]) -> None:
@@ -204,32 +210,50 @@ def test_a_session_that_fails_while_the_ring_drains_is_closed_everywhere_before_
     folder = tiny("llama")
     stays = Request((1, 50), 40)
     (expected,) = uncut(folder, [stays])
-    failing = False
+    drain: list[Callable[[], Coroutine[Any, Any, None]]] = []
+    loops: list[asyncio.AbstractEventLoop] = []
 
     def what(session: int, position: int, first: int) -> Exception | None:
-        return MemoryError() if failing and session == 1 and first == begin else None
+        """On the compute thread: the fence is on its way before the step fails."""
+        if (session, first) != (1, begin) or position < len(LONG) + 2:
+            return None
+        asyncio.run_coroutine_threadsafe(drain[0](), loops[0]).result(10)
+        return MemoryError()
 
     async def story(rig: Rig) -> None:
-        nonlocal failing
+        drained = asyncio.Event()
+        tasks: list[asyncio.Task[Any]] = []
+        states: list[dict[int, int]] = []
+
+        async def stand() -> None:
+            await rig.head.drained()
+            for node in rig.stages:
+                states.extend({s: relay.stage.seen(s) for s in relay.stage.sessions} for relay in node)
+            drained.set()
+
+        async def begins() -> None:
+            rig.head.hold()
+            tasks.append(asyncio.create_task(stand()))
+            tasks.append(asyncio.create_task(rig.tokens(Request((1, 60), 3))))
+            await asyncio.sleep(0)
+
+        loops.append(asyncio.get_running_loop())
+        drain.append(begins)
         bad = asyncio.create_task(failure(rig, Request(LONG, 60)))
         good = asyncio.create_task(rig.tokens(stays))
-        await until(lambda: sum(isinstance(h, Hidden) and h.session == 2 for h in rig.seen[1]) > 3)
-        failing = True
-        rig.head.hold()
-        late = asyncio.create_task(rig.tokens(Request((1, 60), 3)))
-        await rig.head.drained()
-        states = [{s: relay.stage.seen(s) for s in relay.stage.sessions} for node in rig.stages for relay in node]
+        await drained.wait()
+        assert "memory ran out" in str(await bad)
         assert all(state == states[0] for state in states), states
+        assert sum(isinstance(h, Fence) for h in rig.seen[1]) == 2
+        assert not good.done()
         rig.head.resume()
         assert await good == expected
-        assert "memory ran out" in str(await bad)
-        assert len(await late) == 3
+        await tasks[0]
+        assert len(await tasks[1]) == 3
         await until(lambda: not rig.open_sessions)
-        if not private and begin == 4:
-            assert sum(isinstance(h, Fence) for h in rig.seen[1]) == 2  # the session was under way: one was not enough
 
     with hurt(what):
-        run(folder, (2, 4), story, private=private, delay_s=0.01)
+        run(folder, (2, 4), story, private=private)
 
 
 def test_a_failure_of_a_session_that_was_left_is_no_error(tiny: Callable[[str], Path]) -> None:
@@ -249,20 +273,14 @@ def test_steps_of_a_session_that_a_passing_failure_ended_are_refused(tiny: Calla
         task = asyncio.create_task(rig.tokens(Request((1, 2), 100)))
         await until(lambda: bool(rig.seen[1]))
         relay = rig.stages[2][0]
-        step = relay.handle(_frame(Failed(session=1, code=1, reason="no")))
+        step = relay.handle(Frame(Failed(session=1, code=1, reason="no")))
         assert step.header == Failed(session=1, code=1, reason="no")
         assert relay.stage.sessions == []
         with pytest.raises(ProtocolError, match="Session 1 is not open"):
-            relay.handle(_frame(Hidden(session=1, epoch=0, position=0, sample=True)))
+            relay.handle(Frame(Hidden(session=1, epoch=0, position=0, sample=True)))
         task.cancel()
 
     run(tiny("llama"), (2, 4), story, delay_s=0.2)
-
-
-def _frame(header: Any) -> Any:
-    from splitlm.wire.frame import Frame
-
-    return Frame(header)
 
 
 @pytest.mark.parametrize(("code", "kind"), [(4, ModelError), (1, SplitlmError), (99, SplitlmError), (3, NetworkError)])
