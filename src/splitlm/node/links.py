@@ -74,7 +74,8 @@ async def link_stage(
         word = await told()
         if not word.move_port:
             return None  # the head: it has dialled node 1 for moves, and takes none from the last node
-        return kept(await tcp.connect(word.host, word.move_port, following, "move", deadline_s=deadline_s, who=who))
+        host = send[0] if send else word.host
+        return kept(await tcp.connect(host, word.move_port, following, "move", deadline_s=deadline_s, who=who))
 
     try:
         movers = await tcp.listen(listen[0], 0, previous, "move", expect_peer=before)
