@@ -13,8 +13,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import IO
 
-import splitlm
 from splitlm.core.errors import NetworkError, SplitlmError, UsageError, from_exit_code
+from splitlm.node.package import own_package
 from splitlm.node.settings import RingSettings
 from splitlm.telemetry.sinks import clear_run
 
@@ -46,11 +46,6 @@ class StageProcess:
                 where=str(log or tempfile.gettempdir()),
                 remedy="Choose another --trace-dir",
             ) from error
-        # The child runs this very package, wherever it was imported from. Its working directory, a user's, is not
-        # searched for modules: a queue.py there would be taken for Python's.
-        source = Path(splitlm.__file__).parents[1]
-        paths = [os.environ.get("PYTHONPATH", ""), "" if source.name.endswith("-packages") else str(source)]
-        search = {"PYTHONSAFEPATH": "1", "PYTHONPATH": os.pathsep.join(filter(None, paths))}
         try:
             # A group of its own: Ctrl-C in the terminal reaches the head alone, which then stops the stages in order.
             self._process = subprocess.Popen(
@@ -58,7 +53,7 @@ class StageProcess:
                 stdin=subprocess.DEVNULL,
                 stdout=self._output,
                 stderr=subprocess.STDOUT,
-                env={**os.environ, **search, **environment},
+                env={**os.environ, **own_package(), **environment},
                 start_new_session=True,
             )
         except OSError as error:
