@@ -136,13 +136,3 @@ def test_an_arm_imports_nothing_of_the_directory_it_runs_in(tmp_path: Path, monk
     monkeypatch.chdir(tmp_path)
     with Arm("echo").ready() as arm:
         assert arm.run(size=100, count=5)["ms"] > 0
-
-
-def test_an_arm_imports_nothing_of_the_directory_it_runs_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A user's own splitlm folder, or a socket.py, is not ours."""
-    (tmp_path / "splitlm").mkdir()
-    (tmp_path / "splitlm" / "__init__.py").write_text("raise SystemExit(9)")
-    (tmp_path / "socket.py").write_text("raise SystemExit(9)")
-    monkeypatch.chdir(tmp_path)
-    with Arm("echo").ready() as arm:
-        assert arm.run(size=100, count=5)["ms"] > 0

@@ -13,7 +13,6 @@ from typing import Any
 
 from splitlm.core.errors import SplitlmError, from_exit_code
 from splitlm.node.package import own_package
-from splitlm.node.package import own_package
 
 END_S = 30.0
 THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
