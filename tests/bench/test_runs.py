@@ -52,7 +52,9 @@ def test_bench_ring(tiny: Callable[[str], Path], tmp_path: Path) -> None:
     words = ("--tokens", "6", "--repetitions", "1", "--only", "stream", "--only", "uncut", "--json", str(result))
     out = splitlm("bench", "ring", str(tiny("llama")), *words, "--trace-dir", str(tmp_path / "run"))
     figures = {f.name: f for f in load(result).figures}
-    assert {"stream", "stream-ceiling", "hop", "hop-echo", "laps", "uncut"} <= set(figures)
+    assert {"stream", "stream-ceiling", "hop", "hop-echo", "laps", "laps-p50", "laps-p99", "uncut"} <= set(figures)
+    assert figures["laps-p50"].count == figures["laps-p99"].count == 3
+    assert 0 <= figures["laps-p50"].low <= figures["laps-p99"].low
     assert "private" not in figures and "private" not in out
     assert 0 < figures["stream"].value < 20
     assert figures["hop"].count == 2 * 5 * 3

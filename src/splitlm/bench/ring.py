@@ -74,10 +74,19 @@ def stream(plan: Plan) -> list[Figure]:
         ),
         figure(
             "laps",
-            "recv_wait + queue + compute + send against the head's lap: median difference, per stage",
+            "recv_wait + queue + compute + send against the head's lap, sums over a session: difference, per stage",
             [100 * error for error in seen["lap_errors"].values()],
             unit="%",
             goal=Goal("<=", 5),
+        ),
+        *(
+            figure(
+                f"laps-{name}",
+                f"the same of single laps, {name} over them, per stage (a wait counts with the step that ends it)",
+                [100 * errors[index] for errors in seen["single_laps"].values()],
+                unit="%",
+            )
+            for index, name in enumerate(("p50", "p99"))
         ),
     ]
 
