@@ -197,6 +197,7 @@ def test_a_session_that_fails_as_the_ring_drains_for_a_move_does_not_stop_the_mo
 
             async def due() -> None:
                 head.hold()
+                windows._riding.set()  # no token may have come home since the last boundary
                 windows._due.set()
                 while head._gate._passed is None or head._gate._passed.done():
                     await asyncio.sleep(0.001)
