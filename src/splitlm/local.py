@@ -30,12 +30,12 @@ from splitlm.core.errors import SplitlmError, UsageError
 from splitlm.core.sampling import FinishReason, Sampling
 from splitlm.core.shifts import Shift
 from splitlm.infer.head import Head
-from splitlm.infer.request import Request, TokenOut
+from splitlm.infer.request import Request, TokenOut, seeded
 from splitlm.infer.text import TextStream
 from splitlm.model.load import Loader, ModelFiles
 from splitlm.model.source import resolve
 from splitlm.model.text import TextCodec
-from splitlm.node.processes import start_stages
+from splitlm.node.processes import fresh_folder, start_stages
 from splitlm.node.ring import RingHost
 from splitlm.node.settings import RingSettings, StageReport
 from splitlm.node.thread import LoopThread, not_open
@@ -50,6 +50,7 @@ class Generation:
     Attributes:
         text: without special tokens and stop strings.
         tokens: ids, the ending one included; ``logits`` one ``[vocab]`` tensor for each, where asked for.
+        seed: with which sampling repeats it, given or drawn; None where decoding was greedy.
     """
 
     text: str
@@ -57,6 +58,7 @@ class Generation:
     finish: FinishReason
     prompt_tokens: int
     logits: list[torch.Tensor] = field(default_factory=list)
+    seed: int | None = None
 
 
 class Ring:
@@ -79,7 +81,7 @@ class Ring:
         window: laps between barriers, or 0; ``ctrl_timeout_s`` is how long one waits for a stage.
         plan: ``auto`` moves blocks where measured times say that it pays within ``horizon`` tokens.
         shifts: moves, each at the first boundary from its token on, in order; ``background`` brings blocks before it.
-        trace_dir: folder for traces and logs; None keeps no trace. ``say`` takes one line of progress.
+        trace_dir: folder for traces and logs, in place of an older ring's; None keeps none. ``say`` takes progress.
         static: this node holds blocks ``[0, static)`` and the others bring places of their own.
         data: address for the last node's link; by default a free port beside ``listen``.
         send: address of node 1, where places are fixed.
@@ -179,6 +181,8 @@ class Ring:
             thread = self._thread = LoopThread("splitlm-loop")
         try:
             settings = self.settings = RingSettings(folder=self.codec.directory, **self._given)
+            if settings.trace_dir is not None:
+                fresh_folder(settings.trace_dir)
             host = self._host = thread.call(self._make_host(settings))
             self._served = thread.submit(host.serve())
             self._head = thread.call(self._started(host))
@@ -295,7 +299,8 @@ class Ring:
         pieces: list[str] = []
         finish: FinishReason = "length"
         ids = self.codec.encode(prompt) if isinstance(prompt, str) else list(prompt)
-        for item, text in self._run(ids, max_new_tokens, sampling, stop, ignore_eos, logits):
+        chosen = seeded(sampling)
+        for item, text in self._run(ids, max_new_tokens, chosen, stop, ignore_eos, logits):
             if item is not None:
                 tokens.append(item.token)
                 finish = item.finish or finish
@@ -305,7 +310,8 @@ class Ring:
                 pieces.append(text)
                 if on_text is not None:
                     on_text(text)
-        return Generation("".join(pieces), tokens, finish, len(ids), kept)
+        seed = None if chosen.greedy else chosen.seed
+        return Generation("".join(pieces), tokens, finish, len(ids), kept, seed)
 
     def stream(
         self,
@@ -318,7 +324,7 @@ class Ring:
     ) -> Iterator[str]:
         """Pieces of text as they become certain; leaving the loop early ends the session. See ``generate``."""
         ids = self.codec.encode(prompt) if isinstance(prompt, str) else list(prompt)
-        for _, text in self._run(ids, max_new_tokens, sampling, stop, ignore_eos, False):
+        for _, text in self._run(ids, max_new_tokens, seeded(sampling), stop, ignore_eos, False):
             if text:
                 yield text
 
@@ -326,7 +332,7 @@ class Ring:
         self,
         ids: list[int],
         max_new_tokens: int,
-        sampling: Sampling | None,
+        sampling: Sampling,
         stop: Sequence[str],
         ignore_eos: bool,
         logits: bool,
@@ -337,7 +343,7 @@ class Ring:
             raise not_open()
         text = TextStream(codec, ids, stop)
         eos = frozenset() if ignore_eos else codec.eos_ids
-        request = Request(tuple(ids), max_new_tokens, sampling or Sampling(), eos, logits=logits, accept=text.accept)
+        request = Request(tuple(ids), max_new_tokens, sampling, eos, logits=logits, accept=text.accept)
         finish: FinishReason | None = None
         with closing(thread.iterate(head.generate(request))) as items:
             for item in items:

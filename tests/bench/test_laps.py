@@ -14,6 +14,7 @@ from splitlm.bench.migrate import HELD, TOKENS, WINDOWS, counted, shifts
 from splitlm.bench.windows import WINDOW
 from splitlm.core.errors import SplitlmError
 from splitlm.telemetry.record import Migration, Record, Step, Window
+from splitlm.telemetry.summary import lap_errors, single_lap_errors, summarize
 
 PROMPT = 5
 
@@ -169,3 +170,24 @@ def test_the_best_cut_of_a_slow_stage() -> None:
     """Of 12 blocks, the stage of half the speed keeps 2 of 4 and its neighbours take one each."""
     assert ideal([1.0, 2.0, 1.0]) == 8 / 5
     assert ideal([1.0, 1.0, 1.0]) == 1
+
+
+def test_a_wait_that_counts_with_its_neighbour_is_off_in_single_laps_and_not_in_their_sum() -> None:
+    """Laps of 10, 30 and 20 ms, of which 1 ms is compute; node 1 has each wait a lap late, and node 2 misses one."""
+    waits = {0: (9.0, 29.0, 19.0), 1: (19.0, 9.0, 29.0), 2: (9.0, 29.0, 0.0)}
+    change = msgspec.structs.replace
+    steps = [
+        change(step(1, PROMPT + i, lap if node == 0 else None, node=node), prefill=False, recv_wait_ms=waits[node][i])
+        for i, lap in enumerate((10.0, 30.0, 20.0))
+        for node in waits
+    ]
+    assert lap_errors(steps) == {0: 0, 1: 0, 2: pytest.approx(19 / 60)}
+    assert single_lap_errors(steps) == {
+        0: [0, 0, 0],
+        1: pytest.approx([10 / 10, 20 / 30, 10 / 20]),
+        2: pytest.approx([0, 0, 19 / 20]),
+    }
+    late = summarize(steps).stages[1]
+    assert (late.lap_error, late.lap_error_p50) == (0, pytest.approx(2 / 3))
+    assert late.lap_error_p99 == pytest.approx(2 / 3 + 0.98 / 3)
+    assert summarize([change(one, tpot_ms=None) for one in steps]).stages[1].lap_error_p50 is None

@@ -17,10 +17,12 @@ from splitlm.bench.comparison import measure
 from splitlm.bench.migrate import HELD
 from splitlm.bench.publish import load
 from splitlm.bench.ring import COMPARISONS
-from splitlm.bench.windows import WINDOW
 from splitlm.core.errors import SplitlmError, UsageError
 from splitlm.model import toy
 from splitlm.telemetry.record import Migration
+
+SHORT = 10
+"""Tokens of a window of simulated devices, whose every token takes what they are told."""
 
 
 def splitlm(*words: str, code: int = 0) -> str:
@@ -50,7 +52,9 @@ def test_bench_ring(tiny: Callable[[str], Path], tmp_path: Path) -> None:
     words = ("--tokens", "6", "--repetitions", "1", "--only", "stream", "--only", "uncut", "--json", str(result))
     out = splitlm("bench", "ring", str(tiny("llama")), *words, "--trace-dir", str(tmp_path / "run"))
     figures = {f.name: f for f in load(result).figures}
-    assert {"stream", "stream-ceiling", "hop", "hop-echo", "laps", "uncut"} <= set(figures)
+    assert {"stream", "stream-ceiling", "hop", "hop-echo", "laps", "laps-p50", "laps-p99", "uncut"} <= set(figures)
+    assert figures["laps-p50"].count == figures["laps-p99"].count == 3
+    assert 0 <= figures["laps-p50"].low <= figures["laps-p99"].low
     assert "private" not in figures and "private" not in out
     assert 0 < figures["stream"].value < 20
     assert figures["hop"].count == 2 * 5 * 3
@@ -90,7 +94,9 @@ def test_bench_migrate(tmp_path: Path) -> None:
 def test_bench_auto(tiny: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch) -> None:
     """Blocks leave the slow stage and it pays; where none is slow, a few windows move nothing."""
     monkeypatch.setattr(auto, "QUIET", 1)
-    monkeypatch.setattr(auto, "LONGEST", 2 * WINDOW)
+    monkeypatch.setattr(auto, "WINDOW", SHORT)
+    monkeypatch.setattr(auto, "TOKENS", (auto.IN_TIME + 1) * SHORT + 2)
+    monkeypatch.setattr(auto, "LONGEST", 2 * SHORT)
     figures = {f.name: f for f in measure({"auto": auto.auto}, str(tiny("llama")), ["auto"], tokens=8, repetitions=1)}
     assert list(figures) == ["auto", "auto-window", "auto-quiet", "auto-decide"]
     assert figures["auto"].value > 1.1
@@ -122,3 +128,13 @@ def test_an_arm_ends_with_its_input() -> None:
         assert len(children) == 1
     with pytest.raises(ProcessLookupError):
         os.kill(int(children[0]), 0)
+
+
+def test_an_arm_imports_nothing_of_the_directory_it_runs_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A user's own splitlm folder, or a socket.py, is not ours."""
+    (tmp_path / "splitlm").mkdir()
+    (tmp_path / "splitlm" / "__init__.py").write_text("raise SystemExit(9)")
+    (tmp_path / "socket.py").write_text("raise SystemExit(9)")
+    monkeypatch.chdir(tmp_path)
+    with Arm("echo").ready() as arm:
+        assert arm.run(size=100, count=5)["ms"] > 0

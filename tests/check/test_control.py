@@ -41,6 +41,14 @@ def test_many_barriers_agree_and_are_measured() -> None:
     assert stand_ins() == []
 
 
+def test_stages_import_nothing_of_the_directory_they_run_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "splitlm").mkdir()
+    (tmp_path / "splitlm" / "__init__.py").write_text("raise SystemExit(9)")
+    monkeypatch.chdir(tmp_path)
+    done = run("check", "control", "--only", "happy")
+    assert done.code == 0, done.err
+
+
 def test_a_refusal_and_a_slow_stage_leave_the_old_epoch_serving() -> None:
     done = run("check", "control", "--only", "nack")
     assert done.code == 0, done.err

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -21,6 +22,36 @@ def test_every_move_of_a_cut_in_one_process(tiny: Callable[[str], Path], capsys:
     assert check(tiny("gemma3"), "--cuts", "1,3", "--shift-at", "5") == 0
     out = capsys.readouterr().out
     assert out.count("8/8") == 6 and "bit for bit" in out and "boundary 2 by -1 at token 5" in out
+
+
+def test_the_cut_is_the_one_that_a_ring_would_take(
+    tiny: Callable[[str], Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A vocabulary that costs as much as some blocks: the last stage holds fewer of them."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    shutil.copytree(tiny("llama"), tmp_path, dirs_exist_ok=True)
+    config = AutoConfig.from_pretrained(tmp_path)
+    config.vocab_size = 32768
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    assert run(["plan", str(tmp_path), "--stages", "2", "--json", "-q"]) == 0
+    planned = [stage["segments"] for stage in json.loads(capsys.readouterr().out)["stages"]]
+    assert check(tmp_path, "--stages", "2", "--json", "-q") == 0
+    assert json.loads(capsys.readouterr().out)["cut"] == planned
+    assert planned[0] == "embedding + blocks 0–3"
+
+
+def test_moves_that_the_text_did_not_reach_are_no_success(
+    stories: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The context ends before the token at which they were due."""
+    shutil.copytree(stories, tmp_path, dirs_exist_ok=True)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 16}))
+    arguments = ["check", "migration", str(tmp_path), "--tokens", "60", "--shift-at", "30", "--stages", "2"]
+    assert run([*arguments, "--prompt", "Once"]) == 1
+    err = capsys.readouterr().err
+    assert "nothing was checked: 1 of 1 moves did not happen: the texts ended before" in err
 
 
 def test_json_and_private_cuts_of_two_stages(tiny: Callable[[str], Path], capsys: pytest.CaptureFixture[str]) -> None:

@@ -86,6 +86,24 @@ def test_bit_equality_can_be_asked_for() -> None:
     assert Outcome(Case("", ()), compare(GOOD, GOOD), "", bits=True).ok
 
 
+def test_bits_that_differ_from_transformers_alone_have_a_remedy(
+    verdict: Callable[..., None], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Not where the reference is our own stage, and not where more than bits differ."""
+    near = Outcome(Case("", ()), compare(NEAR, GOOD), "", bits=True)
+    far = Outcome(Case("", ()), compare(FAR, GOOD), "", bits=True)
+    hint = "Try --ref-loader shard: transformers' own cache"
+    for outcomes, words, told in (
+        ((near,), (), True),
+        ((near,), ("--ref-loader", "shard"), False),
+        ((near, far), (), False),
+    ):
+        verdict(*outcomes)
+        assert check("--bit-equal", *words) == 1
+        err = capsys.readouterr().err
+        assert "not bit-equal" in err and (hint in err) == told
+
+
 def test_json_has_one_object_also_when_it_fails(
     verdict: Callable[..., None], capsys: pytest.CaptureFixture[str]
 ) -> None:

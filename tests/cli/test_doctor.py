@@ -137,6 +137,19 @@ def test_memory_is_weighed(tiny: Callable[[str], Path], monkeypatch: pytest.Monk
     assert (found["memory of stage 0"].verdict, found["memory together"].verdict) == ("ok", "warn")
 
 
+def test_who_joins_weighs_its_own_part(tiny: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first stage is the head's, on another machine; it gives the others, and without its cut none is known."""
+    monkeypatch.setattr(checkup, "joining", lambda *_: Finding("join", "ok", ""))
+    words = (tiny("llama"), "--join", "localhost:1")
+    places = {name for name in findings(*words, "--stages", "3") if name.startswith("memory")}
+    assert places == {"memory of stage 1", "memory of stage 2"}
+    alone = findings(*words)
+    assert not [name for name in alone if name.startswith("memory of")]
+    assert "the head's cut" in alone["memory"].text and "--stages" in alone["memory"].advice
+    monkeypatch.setattr(checkup, "_available", lambda: checkup.IMPORTS)
+    assert findings(*words, "--stages", "2")["memory of stage 1"].verdict == "fail"
+
+
 def test_an_address_to_listen_on() -> None:
     with socket.create_server(("127.0.0.1", 0)) as held:
         where = f"127.0.0.1:{held.getsockname()[1]}"

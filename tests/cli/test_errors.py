@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import shutil
 import socket
 import threading
@@ -11,6 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
+from splitlm.cli.console import Console
 
 from .command import Done, is_free, run
 
@@ -255,3 +258,22 @@ def test_common_options_stand_before_and_after_the_verb(model: Path) -> None:
     for words in (("--debug", "plan", model, "--stages", "9"), ("plan", model, "--stages", "9", "--debug")):
         with pytest.raises(CutError):
             run(*words)
+
+
+def test_a_logged_exception_is_whole_in_json(capsys: pytest.CaptureFixture[str]) -> None:
+    """One line, its traceback a field of its own; a line without an exception has no such field."""
+    logger = logging.getLogger("splitlm")
+    before = (logger.handlers, logger.level, logger.propagate)
+    try:
+        Console().set(log_json=True)
+        try:
+            raise ValueError("two\nlines")
+        except ValueError:
+            logger.getChild("x").exception("it broke", stack_info=True)
+        logger.warning("plain")
+    finally:
+        logger.handlers, logger.level, logger.propagate = before
+    broke, plain = map(json.loads, capsys.readouterr().err.splitlines())
+    assert (broke["message"], broke["level"], broke["logger"]) == ("it broke", "error", "splitlm.x")
+    assert broke["exception"].startswith("Traceback") and broke["exception"].endswith("ValueError: two\nlines")
+    assert "Stack" in broke["stack"] and set(plain) == {"time", "level", "logger", "message"}

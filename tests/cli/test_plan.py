@@ -142,6 +142,19 @@ def test_the_command_prints_it(config_only: Callable[[Mapping[str, object]], Pat
     assert [list(s.blocks) for s in again.stages] == [s["blocks"] for s in private["stages"]]
 
 
+def test_a_tied_table_that_is_counted_twice_is_told(config_only: Callable[[Mapping[str, object]], Path]) -> None:
+    """Not where one node holds both ends, nor where embedding and head are two tables."""
+    table, folder = 128256 * 2048 * 2, config_only(LLAMA_1B)
+    note = "share one table of 501.0 MiB: the first and the last stage hold a copy each, and all counts both"
+    shown = run("plan", folder, "--cuts", "6,11").out
+    assert note in shown and splitlm.plan(folder, cuts=(6, 11)).twice_bytes == table
+    assert json.loads(run("plan", folder, "--stages", "2", "--json").out)["twice_bytes"] == table
+    for words in (("--stages", "1"), ("--stages", "3", "--private")):
+        assert "share one table" not in run("plan", folder, *words).out
+    untied = splitlm.plan(config_only({**LLAMA_1B, "tie_word_embeddings": False}), stages=3)
+    assert untied.twice_bytes == 0
+
+
 def test_a_plan_that_cannot_be_is_refused(config_only: Callable[[Mapping[str, object]], Path]) -> None:
     """More stages than blocks."""
     with pytest.raises(CutError, match="17 stages"):

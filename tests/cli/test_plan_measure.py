@@ -79,7 +79,7 @@ def test_only_the_first_devices_are_used_where_stages_say_so(model: str) -> None
 
 
 def test_a_private_plan_keeps_the_tail(model: str) -> None:
-    made = pm.planned(document(model, a=1.0, b=1.0), pm.MeasureOptions(sessions=2), private=True, tail_blocks=1)
+    made = pm.planned(document(model, a=1.0, b=1.0), pm.TimesOptions(), sessions=2, private=True, tail_blocks=1)
     assert made.cut.private
     assert made.cuts == made.cut.boundaries[:1]
     assert made.cut.boundaries[1] == BLOCKS - 1
@@ -130,12 +130,12 @@ def test_senseless_options_are_refused(model: str, options: pm.MeasureOptions, c
 
 
 def test_options_out_of_range_are_named(model: str) -> None:
-    for options, name in (
-        (pm.MeasureOptions(sessions=0), "--sessions"),
-        (pm.MeasureOptions(context_tokens=-1), "--context"),
+    for options, sessions, name in (
+        (pm.TimesOptions(), 0, "--sessions"),
+        (pm.TimesOptions(context_tokens=-1), 1, "--context"),
     ):
         with pytest.raises(UsageError, match=name):
-            pm.planned(document(model, a=1.0), options)
+            pm.planned(document(model, a=1.0), options, sessions=sessions)
 
 
 def test_nothing_asked_for_is_left_to_the_plain_plan(model: str, capsys: pytest.CaptureFixture[str]) -> None:

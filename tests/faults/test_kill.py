@@ -100,7 +100,10 @@ def test_a_stage_killed_while_idle_is_known_before_anyone_asks(stories: Path) ->
             ring.generate(PROMPT)
 
 
-def test_a_stage_that_is_stopped_falls_silent_and_is_killed_at_the_end(stories: Path) -> None:
+def test_a_stage_that_is_stopped_falls_silent_and_is_killed_at_the_end(
+    stories: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("splitlm.node.ring.REPORT_S", 1.0)  # it will not report
     with nothing_left():
         with Wounded(stories, ctrl_timeout_s=1.0) as ring:
             stopped = ring.stage_pids[0]

@@ -355,3 +355,18 @@ def test_a_line_that_a_crash_left_half_does_not_spoil_the_next(run: RunFolder) -
     (run.path / "metrics.jsonl").write_bytes(b'{"round": 1')
     run.metrics({"round": 2})
     assert (run.path / "metrics.jsonl").read_text().splitlines() == ['{"round": 1', '{"round":2}']
+
+
+def test_a_folder_that_cannot_be_begun_can_be_begun_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(self: Path, target: Path) -> Path:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    run = RunFolder(tmp_path / "run", WHO)
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "replace", broken)
+        with pytest.raises(SplitlmError, match="No space left on device"):
+            run.create({}, {})
+    assert [path.name for path in run.path.iterdir()] == ["lock"]
+    with run:
+        run.create({}, {})
+        assert (run.path / "config.yaml").is_file()

@@ -29,7 +29,7 @@ def claims(name: str) -> Claims:
 
 
 def relays(files: ModelFiles, cut: Cut, node: int) -> list[Relay]:
-    return [Relay(stage, cut.epoch) for stage in build_stages(files, cut.held_by(node))]
+    return [Relay(stage, cut.epoch, node) for stage in build_stages(files, cut.held_by(node))]
 
 
 @dataclass

@@ -8,8 +8,8 @@ from collections import deque
 import pytest
 
 from splitlm.core.errors import PromptError, UsageError
-from splitlm.core.sampling import FinishReason
-from splitlm.infer.request import Request
+from splitlm.core.sampling import FinishReason, Sampling
+from splitlm.infer.request import Request, seeded
 from splitlm.infer.session import Session
 
 
@@ -55,6 +55,18 @@ def test_the_record_of_a_session_that_was_left_says_cancelled() -> None:
     one.finish, one.laps_ms = "eos", [1.0, 2.0, 3.0]
     record = one.record()
     assert (record.finish, record.tpot_p50_ms, record.new_tokens, record.prompt_tokens) == ("eos", 2.0, 2, 3)
+
+
+def test_the_record_names_the_seed_where_tokens_were_drawn() -> None:
+    drawn, greedy = Sampling(temperature=1.0, seed=7), Sampling(seed=7)
+    assert [session([9], sampling=sampling).record().seed for sampling in (drawn, greedy)] == [7, None]
+
+
+def test_a_seed_is_drawn_only_where_one_is_needed() -> None:
+    assert seeded(None) == Sampling() and seeded(Sampling(top_k=3)).seed is None
+    assert seeded(Sampling(temperature=1.0, seed=0)).seed == 0
+    drawn = [seeded(Sampling(temperature=1.0, top_k=3)) for _ in range(8)]
+    assert len({sampling.seed for sampling in drawn}) > 1 and {sampling.top_k for sampling in drawn} == {3}
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,8 @@ import pytest
 from splitlm.core.errors import NetworkError, PeerLostError, PeerRefusedError, ProtocolError
 from splitlm.core.sampling import Sampling
 from splitlm.link import base, memory, tcp
-from splitlm.link.base import MAX_QUEUED, StreamChannel
+from splitlm.link.base import StreamChannel
+from splitlm.link.inbox import MAX_QUEUED
 from splitlm.wire.frame import PROTOCOL, Close, Hidden, Open, Said, Spec, Token, encode
 from splitlm.wire.handshake import Claims, Identity
 from splitlm.wire.pool import SMALLEST, BufferPool
@@ -149,7 +150,7 @@ def test_a_reader_that_stops_holds_the_sender_back(kind: str) -> None:
             last = sent
             await asyncio.sleep(0.2)
         assert sent < total
-        assert len(b._queue) == MAX_QUEUED
+        assert len(b._inbox.queue) == MAX_QUEUED
         assert (await b.receive()).header == OPENED
         for i in range(total):
             frame = await b.receive()
@@ -169,7 +170,7 @@ def test_small_frames_beyond_the_bound_wait_in_the_decoder(kind: str) -> None:
             await a.send(Said(b"%d" % i))
         for i in range(total):
             assert (await b.receive()).header == Said(b"%d" % i)
-            assert len(b._queue) <= MAX_QUEUED
+            assert len(b._inbox.queue) <= MAX_QUEUED
 
     run(kind, story, "control")
 
@@ -294,7 +295,7 @@ def test_a_reset_comes_after_the_frames_that_were_complete() -> None:
         total = MAX_QUEUED + 20  # some of them are still in the decoder
         for i in range(total):
             await a.send(Said(b"%d" % i))
-        while len(b._queue) < MAX_QUEUED:
+        while len(b._inbox.queue) < MAX_QUEUED:
             await asyncio.sleep(0)
         assert isinstance(b._transport, memory.MemoryTransport)
         b._transport.reset()

@@ -173,7 +173,7 @@ def test_closing_the_channel_wakes_the_reader_and_frees_everything() -> None:
     async def story(a: StreamChannel, b: StreamChannel) -> None:
         await a.send(OPENED)
         await a.send(hidden(3000), [bytes(3000)])
-        while len(b._queue) < 2:
+        while len(b._inbox.queue) < 2:
             await asyncio.sleep(0.001)
         reader = taken(b)
         woken = threading.Event()

@@ -393,7 +393,7 @@ def test_a_process_killed_in_the_middle_of_a_frame_is_named() -> None:
         child = await asyncio.create_subprocess_exec(sys.executable, "-c", CHILD, str(listener.port))
         channel = await listener.accept(deadline_s=30)
         assert (await channel.receive()).header == Open(1, 9, Sampling())
-        while not channel._decoder.partial_bytes:
+        while not channel._inbox.decoder.partial_bytes:
             await asyncio.sleep(0.005)
         child.send_signal(signal.SIGKILL)
         words = r"^stage 2 at 127\.0\.0\.1:\d+: .*in the middle of a frame, after 4000 bytes"

@@ -156,6 +156,33 @@ def test_a_name_that_can_be_nothing_lists_the_forms(model: str) -> None:
         resolve(model, offline=True)
 
 
+def test_a_model_beside_the_path_that_was_typed_is_proposed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    right = model_in(tmp_path / "Stories260K")
+    (tmp_path / "stories26K").mkdir()  # no model
+    for typed in (tmp_path / "stories-260k", tmp_path / "storys260K"):
+        with pytest.raises(ModelMissingError, match="no such directory") as caught:
+            resolve(str(typed))
+        assert f"Did you mean {right}?" in str(caught.value)
+    with pytest.raises(ModelMissingError, match="Check the spelling") as caught:
+        resolve(str(tmp_path / "quite-another"))
+    assert "Did you mean" not in str(caught.value)
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ModelMissingError, match=f"Did you mean {right}"):
+        resolve("stories260", offline=True)
+
+
+def test_a_file_of_a_model_leads_to_its_directory(tmp_path: Path) -> None:
+    folder = model_in(tmp_path / "model", "model.safetensors")
+    with pytest.raises(ModelMissingError, match=f"Give its directory: {folder}"):
+        resolve(str(folder / "model.safetensors"))
+
+
+@pytest.mark.parametrize("model", ["", "a name with spaces", "x" * 200])
+def test_a_name_that_can_be_nothing_has_a_remedy(model: str) -> None:
+    with pytest.raises(ModelMissingError, match=r"(Check the spelling|Did you mean)"):
+        resolve(model, offline=True)
+
+
 def test_importing_is_light() -> None:
     code = (
         "import sys, splitlm.model.source;"
@@ -534,6 +561,15 @@ def test_errors_of_the_hub_are_ours(hub: Hub, kind: str, mapped: type[ModelError
         resolve("owner/name")
     assert type(caught.value) is mapped
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("typed", ["smolm2-135m", "SmolLM2-135M", "smollm-135m"])
+def test_a_name_that_is_almost_known_is_proposed(hub: Hub, typed: str) -> None:
+    hub.answer = http_error("RepositoryNotFoundError")
+    for offline in (True, False):
+        with pytest.raises(ModelMissingError, match=r"Did you mean smollm2-135m\? (Unset|Check)") as caught:
+            resolve(typed, offline=offline)
+        assert "a .gguf file, a hub id" in str(caught.value)
 
 
 def test_the_bars_of_the_hub_come_back(hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

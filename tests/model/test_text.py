@@ -275,6 +275,32 @@ def test_a_replacement_character_that_ends_the_prompt_is_not_given_again(codec: 
     assert "".join(stream(gpt2, smile[-1:], smile[:-1])) == "🙂"
 
 
+@pytest.mark.parametrize("text", ["a🙂b", "é", "日本", "a 日 本", "🙂🙂", "x\u0301日"])
+def test_a_prompt_that_ends_within_a_character(codec: TextCodec, text: str) -> None:
+    """What completes the character brings it, whole; what does not, leaves the broken bytes to the prompt."""
+    ids = codec.encode(text)
+    begun = [codec.encode(text[:n]) for n in range(1, len(text) + 1)]
+    whole = {0: 0, **{len(own): n for n, own in enumerate(begun, start=1) if ids[: len(own)] == own}}
+    after = codec.encode("a the")[-2:]
+    inside = 0
+    for cut in range(1, len(ids)):
+        complete = whole[max(count for count in whole if count <= cut)]
+        inside += BROKEN in codec.decode(ids[:cut])
+        assert "".join(stream(codec, ids[cut:], ids[:cut])) == text[complete:]
+        assert "".join(stream(codec, [*ids[cut:], *after], ids[:cut])) == codec.decode([*ids, *after])[complete:]
+        for more in (after, []):
+            said = "".join(stream(codec, more, ids[:cut]))
+            assert codec.decode([*ids[:cut], *more]).endswith(said) and said.strip() == codec.decode(more).strip()
+    assert inside or not any(map(codec.is_byte, ids))
+
+
+def test_bytes_that_break_a_run_are_those_of_the_prompt_as_far_as_it_goes(llama: TextCodec) -> None:
+    """One wrong byte turns the run's every byte into U+FFFD; as many as the prompt has are not the answer's."""
+    first, second, third = [i for i in llama.encode("日") if llama.is_byte(i)]
+    assert "".join(stream(llama, [first, 403], [1, 261, first, second])) == BROKEN + " Once"
+    assert "".join(stream(llama, [first], [1, 261, first, second, third])) == BROKEN
+
+
 @settings(max_examples=100, deadline=None)
 @given(text=st.text(max_size=12), ids=st.lists(st.integers(259, 511), max_size=12))
 def test_with_a_prompt_the_whole_text_is_that_of_all_ids(codec: TextCodec, text: str, ids: list[int]) -> None:

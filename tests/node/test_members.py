@@ -20,7 +20,7 @@ from splitlm.core.errors import (
     SplitlmError,
 )
 from splitlm.core.messages import Assign, Connect, Join, Loaded, Message, Ready, Report, Stop, Trouble
-from splitlm.node.members import Members
+from splitlm.node.members import Members, _is_loopback
 from splitlm.node.settings import RingSettings
 
 CUT = make_cut(6, (2, 4))
@@ -152,6 +152,41 @@ def test_a_stage_that_only_this_machine_can_reach_is_named_before_another_machin
             scene.members.address(first, second)
 
     play(story)
+
+
+def test_a_user_who_fixed_the_places_named_the_addresses_too() -> None:
+    """What the head saw of a stage may be another address (a tunnel), and nobody uses it."""
+
+    async def story(scene: Scene) -> None:
+        far = await scene.come("far", 2, 4, host="10.0.0.9")
+        near = await scene.come("near", 4, 6, host="127.0.0.1")
+        await scene.members.gather(None, 6)
+        for stage in (far, near):
+            await stage.send(LOADED)
+        await scene.members.all_loaded()
+        await scene.members.introduce(5000)
+        assert [await stage.receive() for stage in (far, near)] == [Connect("127.0.0.1", 4001), Connect("", 5000)]
+
+    play(story, static=2)
+
+
+@pytest.mark.parametrize(
+    ("host", "near"),
+    [
+        ("127.0.0.1", True),
+        ("127.8.8.8", True),
+        ("::1", True),
+        ("::ffff:127.0.0.1", True),
+        ("localhost", True),
+        ("memory", True),
+        ("::ffff:10.0.0.9", False),
+        ("10.0.0.9", False),
+        ("fe80::1", False),
+        ("stage.example", False),
+    ],
+)
+def test_addresses_of_this_machine_alone(host: str, near: bool) -> None:
+    assert _is_loopback(host) == near
 
 
 def test_too_few_stages_are_counted_when_the_deadline_has_passed() -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from splitlm.core.errors import ModelError, NetworkError, UsageError
-from splitlm.node.processes import StageProcess, end_all, start_stages
+from splitlm.node.processes import StageProcess, end_all, fresh_folder, start_stages
 from splitlm.node.settings import RingSettings
 
 Start = Callable[..., StageProcess]
@@ -133,8 +133,17 @@ def test_all_are_started_or_none(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
     assert all(map(gone, pids))
 
 
-def test_a_trace_folder_that_cannot_be_made_is_an_error_of_ours(tmp_path: Path) -> None:
+def test_a_trace_folder_that_cannot_be_made_or_cleared_is_an_error_of_ours(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "file").write_text("")
-    settings = RingSettings(model="m", folder=tmp_path, trace_dir=tmp_path / "file" / "runs")
     with pytest.raises(UsageError, match="folder cannot be made"):
-        start_stages(settings, 1, 1)
+        fresh_folder(tmp_path / "file" / "runs")
+
+    def closed(self: Path, missing_ok: bool = False) -> None:
+        raise PermissionError(13, "Permission denied", str(self))
+
+    (tmp_path / "trace-node1.jsonl").write_text("")
+    monkeypatch.setattr(Path, "unlink", closed)
+    with pytest.raises(UsageError, match=r"trace-node1\.jsonl.*Permission denied"):
+        fresh_folder(tmp_path)

@@ -184,6 +184,7 @@ def test_a_stage_killed_in_any_state_of_a_move_is_named(
 def test_a_receiver_that_stands_still_is_named(
     kind: type[m.Message], words: str, stories: Path, unmoved: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("splitlm.node.ring.REPORT_S", 1.0)  # the one that stands still will not report
     with nothing_left():
         when = strike(monkeypatch, kind, 1, signal.SIGSTOP)
         with ring(stories, shifts=[Shift(40, 2, 1)], cuts=(1, 2), ctrl_timeout_s=1.0) as moving:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import csv
 import errno
-import json
 import logging
 import os
 import shutil
@@ -14,10 +12,9 @@ from pathlib import Path
 import pytest
 
 from splitlm.telemetry import sinks
-from splitlm.telemetry.sinks import NullTrace, Trace, prometheus_text, read_trace, trace_path, write_csv
-from splitlm.telemetry.summary import summarize
+from splitlm.telemetry.sinks import NullTrace, Trace, clear_run, read_trace, trace_path
 
-from .test_record import FINAL, META, SESSION, step
+from .test_record import FINAL, META, step
 
 
 def test_everything_written_is_in_the_file_in_order_after_close(tmp_path: Path) -> None:
@@ -198,45 +195,14 @@ def test_a_broken_line_in_the_middle_is_named(tmp_path: Path, bad: bytes) -> Non
         read_trace(trace.path)
 
 
-def test_csv_has_a_column_for_every_field_seen(tmp_path: Path) -> None:
-    path = tmp_path / "t.csv"
-    write_csv(path, [META, step(), step(position=13, tpot_ms=4.5), SESSION])
-    with path.open(newline="") as file:
-        rows = list(csv.DictReader(file))
-    assert [row["record"] for row in rows] == ["stage_meta", "token", "token", "session"]
-    assert json.loads(rows[0]["blocks"]) == [0, 1] and json.loads(rows[0]["versions"]) == {"torch": "2"}
-    assert rows[1]["tpot_ms"] == "" and rows[2]["tpot_ms"] == "4.5"
-    assert rows[3]["finish"] == "eos"
-    assert [p.name for p in tmp_path.iterdir()] == ["t.csv"]
-
-
-def test_prometheus_text_has_help_type_and_values_in_base_units() -> None:
-    text = prometheus_text(
-        summarize(
-            [
-                step(node=0, position=4, count=4, prefill=True, ttft_ms=50.0, start_ns=0, end_ns=1),
-                step(node=0, position=8, tpot_ms=4.0, compute_ms=1500.0, start_ns=0, end_ns=1_000_000, kv_bytes=77),
-                step(node=1, position=8, start_ns=3_000_000, end_ns=4_000_000),
-            ]
-        )
-    )
-    lines = text.splitlines()
-    assert text.endswith("\n")
-    assert "# TYPE splitlm_tokens_total counter" in lines and "splitlm_tokens_total 1" in lines
-    assert 'splitlm_ttft_seconds{quantile="0.5"} 0.05' in lines
-    assert 'splitlm_stage_seconds_total{node="0",phase="compute"} 1.5' in lines
-    assert 'splitlm_stage_kv_bytes{node="0"} 77' in lines
-    assert 'splitlm_hop_seconds{source="0",target="1"} 0.002' in lines
-    names = {line.split("{")[0].split(" ")[0] for line in lines if not line.startswith("#")}
-    for name in names:
-        assert sum(line.startswith(f"# HELP {name} ") for line in lines) == 1
-        assert sum(line.startswith(f"# TYPE {name} ") for line in lines) == 1
-
-
-def test_prometheus_text_leaves_out_what_is_not_known() -> None:
-    text = prometheus_text(summarize([]))
-    assert "splitlm_tokens_total 0" in text
-    assert "ttft" not in text and "hop" not in text and "None" not in text
+def test_only_what_stages_left_is_cleared(tmp_path: Path) -> None:
+    kept = ["run.json", "trace-node0.jsonl.bak", "my-trace-node0.jsonl", "notes.log", "trace-nodeX.jsonl"]
+    for name in [*kept, "trace-node0.jsonl", "trace-node12.jsonl", "stage-3.log"]:
+        (tmp_path / name).write_text("x")
+    (tmp_path / "trace-node7.jsonl").mkdir()
+    clear_run(tmp_path)
+    assert {path.name for path in tmp_path.iterdir()} == {*kept, "trace-node7.jsonl"}
+    clear_run(tmp_path / "not there")
 
 
 def test_a_disk_that_hangs_holds_up_neither_write_nor_close(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,12 +9,13 @@ import pytest
 from splitlm.core.errors import ProtocolError
 from splitlm.core.sampling import Sampling
 from splitlm.wire import states
-from splitlm.wire.frame import AnyHeader, Close, Header, Hello, Hidden, Open, Refused, Said, Token, Welcome
+from splitlm.wire.frame import AnyHeader, Close, Failed, Header, Hello, Hidden, Open, Refused, Said, Token, Welcome
 from splitlm.wire.states import MEANING, OPEN, PURPOSES, TABLE, Purpose, Role, Turns
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "protocol.md"
 
 OPENED, HIDDEN, CLOSED = Open(1, 10, Sampling()), Hidden(1, 0, 0, True), Close(1)
+FAILED = Failed(1, 4, "no")
 TOKEN, SAID, REFUSED = Token(1, 0, 1, 5), Said(b"{}"), Refused("no")
 
 
@@ -30,6 +31,8 @@ def walk(purpose: Purpose, *steps: tuple[Role, Header]) -> Turns:
     [
         ("data", [OPENED, HIDDEN, OPENED, HIDDEN, CLOSED, HIDDEN], "sessions"),
         ("data", [TOKEN, TOKEN], "tokens"),
+        ("data", [OPENED, FAILED, HIDDEN, FAILED, CLOSED], "sessions"),
+        ("data", [FAILED, TOKEN, FAILED], "tokens"),
         ("data", [REFUSED], "refused"),
         ("control", [SAID, SAID], "talking"),
         ("control", [SAID, REFUSED], "refused"),
@@ -45,7 +48,15 @@ def test_the_ways_of_a_ring_are_allowed(purpose: Purpose, headers: list[Header],
         ("data", [], "dialler", HIDDEN, r"A Hidden frame from the dialler in state 'linked'.*Open or Token or Fence"),
         ("data", [], "listener", TOKEN, r"A Token frame from the listener in state 'linked'.*Expected Refused"),
         ("data", [OPENED], "dialler", TOKEN, "A Token frame .* 'sessions' .*Open or Hidden or Close"),
-        ("data", [TOKEN], "dialler", HIDDEN, "A Hidden frame .* 'tokens' .*Expected Token or Fence or Refused"),
+        (
+            "data",
+            [TOKEN],
+            "dialler",
+            HIDDEN,
+            "A Hidden frame .* 'tokens' .*Expected Token or Fence or Failed or Refused",
+        ),
+        ("data", [FAILED], "dialler", OPENED, "An? Open frame .* 'tokens'"),
+        ("data", [], "listener", FAILED, "A Failed frame from the listener"),
         ("data", [OPENED], "dialler", SAID, "A Said frame"),
         ("data", [OPENED], "listener", HIDDEN, "from the listener"),
         ("control", [], "dialler", HIDDEN, "A Hidden frame .* 'talking' of a control link.*Expected Said"),

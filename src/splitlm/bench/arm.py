@@ -12,6 +12,7 @@ from types import TracebackType
 from typing import Any
 
 from splitlm.core.errors import SplitlmError, from_exit_code
+from splitlm.node.package import own_package
 
 END_S = 30.0
 THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
@@ -28,7 +29,7 @@ class Arm:
     def __init__(self, kind: str, **settings: Any) -> None:
         self.kind = kind
         self._log = tempfile.TemporaryFile()  # noqa: SIM115 - closed with the process
-        environment = {**os.environ, **dict.fromkeys(THREADS, "1"), "OMP_WAIT_POLICY": "PASSIVE"}
+        environment = {**os.environ, **own_package(), **dict.fromkeys(THREADS, "1"), "OMP_WAIT_POLICY": "PASSIVE"}
         environment["TOKENIZERS_PARALLELISM"] = "false"
         self._process = subprocess.Popen(
             [sys.executable, "-m", "splitlm.bench.worker", kind, json.dumps(settings)],
@@ -38,7 +39,7 @@ class Arm:
             env=environment,
             start_new_session=True,  # Ctrl-C reaches the parent alone, which ends the children in order
         )
-        self.told: dict[str, Any] = {}
+        self._told: dict[str, Any] | None = None
 
     def __enter__(self) -> Arm:
         return self
@@ -53,17 +54,29 @@ class Arm:
         """Process id."""
         return self._process.pid
 
-    def ready(self) -> Arm:
-        """Wait until it can take turns; ``told`` is then what it says of itself.
+    @property
+    def told(self) -> dict[str, Any]:
+        """What it says of itself, once it can take turns.
 
         Raises:
             SplitlmError: it ended instead.
         """
-        self.told = self.answer()
+        if self._told is None:
+            self._told = self.answer()
+        return self._told
+
+    def ready(self) -> Arm:
+        """Wait until it can take turns; ``ask`` does so too.
+
+        Raises:
+            SplitlmError: it ended instead.
+        """
+        _ = self.told
         return self
 
     def ask(self, verb: str = "run", **settings: Any) -> None:
         """Begin a turn; ``answer`` waits for its end."""
+        self.ready()
         if self._process.stdin is None:
             raise RuntimeError("no pipe")
         with suppress(BrokenPipeError):  # its end shows in the answer

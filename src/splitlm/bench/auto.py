@@ -10,7 +10,6 @@ from typing import Any
 from splitlm.bench.arm import Arm
 from splitlm.bench.comparison import STAGES, Plan
 from splitlm.bench.figure import Figure, Goal, figure, ratios
-from splitlm.bench.turns import interleave
 from splitlm.bench.windows import WINDOW
 from splitlm.planner import policy
 from splitlm.planner.cost import predict
@@ -36,13 +35,10 @@ def auto(plan: Plan) -> list[Figure]:
         given: dict[str, Any] = {"model": plan.toy(BLOCKS), "cuts": CUTS, "window": WINDOW, "horizon": HORIZON}
         moving = arms.start("ring", **given, plan="auto", pace_ms=paces)
         unmoved = arms.start("ring", **given, pace_ms=paces)
-        # The first turn, which does not count, is the one in which the blocks move.
-        samples = interleave(
-            {"auto": lambda: _rate(moving), "unmoved": lambda: _rate(unmoved)}, plan.repetitions, plan.say
-        )
-        told = moving.run("windows")
-    with plan.arms() as arms:
         even = arms.start("ring", **given, plan="auto", pace_ms=[pace] * len(paces))
+        # The first turn, which does not count, is the one in which the blocks move.
+        samples = arms.turns({"auto": lambda: _rate(moving), "unmoved": lambda: _rate(unmoved)})
+        told = moving.run("windows")
         quiet: dict[str, Any] = {"ended": 0}
         while quiet["ended"] < QUIET:
             even.run(tokens=LONGEST, sessions=SESSIONS)

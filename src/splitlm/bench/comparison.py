@@ -11,6 +11,7 @@ from typing import Any
 
 from splitlm.bench.arm import Arm
 from splitlm.bench.figure import Figure
+from splitlm.bench.turns import interleave
 
 STAGES = 3
 
@@ -56,15 +57,17 @@ class Plan:
 
 
 class Arms(ExitStack):
-    """Arms of one comparison; started one after the other, ended together."""
+    """Arms of one comparison: they start side by side, take turns once all are ready, and end together."""
 
     def __init__(self, plan: Plan) -> None:
         super().__init__()
         self._plan = plan
+        self._started: list[Arm] = []
 
     def start(self, kind: str, **settings: Any) -> Arm:
-        """An arm that is ready to take turns."""
-        return self.enter_context(Arm(kind, **settings)).ready()
+        """An arm that is starting; whoever asks it something waits until it is ready."""
+        self._started.append(self.enter_context(Arm(kind, **settings)))
+        return self._started[-1]
 
     def ring(self, **settings: Any) -> Arm:
         """A ring of the plan's model."""
@@ -74,6 +77,16 @@ class Arms(ExitStack):
     def uncut(self, **settings: Any) -> Arm:
         """The plan's model, uncut."""
         return self.start("uncut", model=self._plan.model, dtype=self._plan.dtype, **settings)
+
+    def turns(self, sides: Mapping[str, Callable[[], float]], each: int = 1) -> dict[str, list[float]]:
+        """``interleave`` for the plan's repetitions, times ``each``, while no arm is starting: that takes the cores.
+
+        Raises:
+            SplitlmError: an arm could not start.
+        """
+        for arm in self._started:
+            arm.ready()
+        return interleave(sides, each * self._plan.repetitions, self._plan.say)
 
 
 Comparisons = Mapping[str, Callable[[Plan], list[Figure]]]

@@ -19,7 +19,7 @@ from splitlm.model.stock import Stock
 from splitlm.model.uncut import Uncut
 from splitlm.telemetry.record import Record, Step
 from splitlm.telemetry.sinks import read_trace
-from splitlm.telemetry.summary import hop_times, lap_errors, percentile
+from splitlm.telemetry.summary import hop_times, lap_errors, percentile, single_lap_errors
 
 PREFILL_CHUNK = 128
 PROMPT_TOKENS = 8
@@ -92,6 +92,10 @@ class RingWork:
             "hops": [percentile(hops, q) for q in (50, 90)] + [len(hops)] if hops else [],
             "each_hop": {f"{a}→{b}": percentile(v, 50) for (a, b), v in hop_times(steps).items() if v},
             "lap_errors": {str(node): error for node, error in lap_errors(decode).items()},
+            "single_laps": {
+                str(node): [percentile(errors, q) for q in (50, 99)]
+                for node, errors in single_lap_errors(decode).items()
+            },
             "compute": {str(n): percentile([s.compute_ms for s in decode if s.node == n], 50) for n in nodes},
         }
 

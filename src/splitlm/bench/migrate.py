@@ -11,7 +11,6 @@ from splitlm.bench.arm import Arm
 from splitlm.bench.auto import auto
 from splitlm.bench.comparison import STAGES, Comparisons, Plan
 from splitlm.bench.figure import Figure, Goal, figure
-from splitlm.bench.turns import interleave
 from splitlm.bench.windows import WINDOW, windows
 from splitlm.core.errors import SplitlmError
 from splitlm.telemetry.record import Migration, Record
@@ -41,7 +40,7 @@ def shift(plan: Plan) -> list[Figure]:
             )
             for name, folder in folders.items()
         }
-        interleave({name: _turn(ring) for name, ring in rings.items()}, plan.repetitions, plan.say)
+        arms.turns({name: _turn(ring) for name, ring in rings.items()})
         for ring in rings.values():
             ring.run("finish")
     read = {name: laps.read(folder) for name, folder in folders.items()}

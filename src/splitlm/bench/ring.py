@@ -6,7 +6,6 @@ import os
 
 from splitlm.bench.comparison import STAGES, Comparisons, Plan
 from splitlm.bench.figure import Figure, Goal, figure, ratios
-from splitlm.bench.turns import interleave
 from splitlm.bench.windows import windows
 
 HOP_SAMPLES = 300
@@ -28,15 +27,13 @@ def stream(plan: Plan) -> list[Figure]:
             hops.append(took["hop_ms"])
             return float(took["tokens"]) / float(took["seconds"])
 
-        samples = interleave(
+        samples = arms.turns(
             {
                 "ring": lambda: ring.rate(tokens=plan.tokens),
                 "uncut": lambda: uncut.rate(tokens=plan.tokens),
                 "bare": bare_rate,
                 "echo": lambda: float(echo.run(size=plan.frame_bytes, count=HOP_SAMPLES)["ms"]),
-            },
-            plan.repetitions,
-            plan.say,
+            }
         )
         seen = ring.run("finish")
     p50, p90, count = seen["hops"]
@@ -77,10 +74,19 @@ def stream(plan: Plan) -> list[Figure]:
         ),
         figure(
             "laps",
-            "recv_wait + queue + compute + send against the head's lap: median difference, per stage",
+            "recv_wait + queue + compute + send against the head's lap, sums over a session: difference, per stage",
             [100 * error for error in seen["lap_errors"].values()],
             unit="%",
             goal=Goal("<=", 5),
+        ),
+        *(
+            figure(
+                f"laps-{name}",
+                f"the same of single laps, {name} over them, per stage (a wait counts with the step that ends it)",
+                [100 * errors[index] for errors in seen["single_laps"].values()],
+                unit="%",
+            )
+            for index, name in enumerate(("p50", "p99"))
         ),
     ]
 
@@ -91,7 +97,7 @@ def uncut(plan: Plan) -> list[Figure]:
         ours = arms.uncut()
         theirs = arms.start("generate", model=plan.model, dtype=plan.dtype)
         sides = {"ours": lambda: ours.rate(tokens=plan.tokens), "generate": lambda: theirs.rate(tokens=plan.tokens)}
-        samples = interleave(sides, plan.repetitions, plan.say)
+        samples = arms.turns(sides)
     text = "our uncut loop ÷ transformers generate, tokens/s, exact, greedy, same threads"
     return [figure("uncut", text, ratios(samples, "ours", "generate"), goal=Goal(">=", 1.0))]
 
@@ -112,15 +118,13 @@ def cores(plan: Plan) -> list[Figure]:
             took = [arm.answer() for arm in alone]
             return sum(int(t["tokens"]) for t in took) / max(float(t["seconds"]) for t in took)
 
-        samples = interleave(
+        samples = arms.turns(
             {
                 "one session": lambda: ring.rate(tokens=plan.tokens),
                 "two sessions": lambda: ring.rate(tokens=plan.tokens, sessions=2),
                 "one core": lambda: sum(arm.rate(tokens=plan.tokens) for arm in alone) / 2,
                 "two cores": both,
-            },
-            plan.repetitions,
-            plan.say,
+            }
         )
     return [
         figure(
@@ -146,13 +150,11 @@ def devices(plan: Plan) -> list[Figure]:
         block_ms = 1e3 / real.rate(tokens=plan.tokens) / TOY_BLOCKS
         pace = max(LEAST_PACE_MS, 6 * block_ms)
         ring = arms.start("ring", model=plan.toy(TOY_BLOCKS), cuts=[2, 4], pace_ms=pace)
-        samples = interleave(
+        samples = arms.turns(
             {
                 "one": lambda: ring.rate(tokens=plan.tokens),
                 "four": lambda: ring.rate(tokens=plan.tokens, sessions=4),
-            },
-            plan.repetitions,
-            plan.say,
+            }
         )
     return [
         figure(
@@ -170,7 +172,7 @@ def trace(plan: Plan) -> list[Figure]:
     with plan.arms() as arms:
         on, off = arms.ring(stages=STAGES, trace=str(plan.work / "traced")), arms.ring(stages=STAGES)
         sides = {"on": lambda: on.rate(tokens=plan.tokens), "off": lambda: off.rate(tokens=plan.tokens)}
-        samples = interleave(sides, plan.repetitions, plan.say)
+        samples = arms.turns(sides)
     text = f"ring of {STAGES}, trace on ÷ off, tokens/s"
     return [figure("trace", text, ratios(samples, "on", "off"), goal=Goal(">=", 0.99))]
 
@@ -180,7 +182,7 @@ def private(plan: Plan) -> list[Figure]:
     with plan.arms() as arms:
         closed, plain = arms.ring(stages=STAGES, private=True), arms.ring(stages=STAGES)
         sides = {"private": lambda: closed.rate(tokens=plan.tokens), "plain": lambda: plain.rate(tokens=plan.tokens)}
-        samples = interleave(sides, plan.repetitions, plan.say)
+        samples = arms.turns(sides)
     text = f"private ring of {STAGES} ÷ plain ring, tokens/s, one stream"
     return [figure("private", text, ratios(samples, "private", "plain"))]
 

@@ -8,7 +8,6 @@ from statistics import median
 from splitlm.bench import laps
 from splitlm.bench.comparison import STAGES, Plan
 from splitlm.bench.figure import Figure, Goal, figure, ratios
-from splitlm.bench.turns import interleave
 from splitlm.core.errors import SplitlmError
 from splitlm.telemetry.summary import percentile
 
@@ -28,14 +27,13 @@ def windows(plan: Plan) -> list[Figure]:
         ring = arms.ring(stages=STAGES, window=WINDOW, trace=str(folder))
         plain = arms.ring(stages=STAGES, window=0, trace=str(plan.work / "no-windows"))
         echo = arms.start("echo")
-        samples = interleave(
+        samples = arms.turns(
             {
                 "windows": lambda: ring.rate(tokens=tokens),
                 "none": lambda: plain.rate(tokens=tokens),
                 "echo": lambda: float(echo.run(size=MESSAGE_BYTES, count=ECHOES)["ms"]),
             },
-            TURNS * plan.repetitions,
-            plan.say,
+            TURNS,
         )
         ring.run("finish")
     records = laps.read(folder)

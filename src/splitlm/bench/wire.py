@@ -26,7 +26,8 @@ def wire(repetitions: int, count: int, say: Callable[[str], None]) -> list[Figur
         say: takes one line of progress.
     """
     with ExitStack() as stack:
-        echo, link, frame = (stack.enter_context(Arm(kind)).ready() for kind in ("echo", "link", "frame"))
+        arms = [stack.enter_context(Arm(kind)) for kind in ("echo", "link", "frame")]
+        echo, link, frame = (arm.ready() for arm in arms)
         sides: dict[str, Callable[[], float]] = {}
         for name, size in SIZES.items():
             for side, arm in (("echo", echo), ("link", link)):

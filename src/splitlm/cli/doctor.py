@@ -40,7 +40,7 @@ def doctor(
     found = [*checkup.versions(), *checkup.machine(), *checkup.disk(), checkup.packaged_model()]
     if model:
         voice.say("looking at the model")
-        found += checkup.model(model, settings)
+        found += checkup.model(model, settings, joins=join is not None)
     if listen:
         found.append(checkup.listening(*listen))
     if join:

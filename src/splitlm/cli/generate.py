@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -9,7 +10,8 @@ import typer
 from splitlm.cli import options as o
 from splitlm.cli.console import Console, console
 from splitlm.cli.interrupts import held
-from splitlm.cli.moves import told
+from splitlm.cli.moves import told, unmet
+from splitlm.cli.plan_measure import TimesOptions, plan_from, say_assumed
 from splitlm.cli.runs import RunOptions
 from splitlm.core.errors import UsageError
 
@@ -21,6 +23,7 @@ def generate(
     context: typer.Context,
     model: o.Model,
     ring: o.RingOptions,
+    times: TimesOptions,
     sampling: o.SamplingOptions,
     run: RunOptions,
     prompt: Annotated[
@@ -37,26 +40,44 @@ def generate(
 ) -> None:
     """Generate text with MODEL cut into stages: processes on this machine, or machines that join with splitlm stage."""
     where = o.address(listen, "--listen") if listen else None
-    if where and ring.stages is None and not ring.cuts:
+    if where and ring.stages is None and not ring.cuts and times.plan_from is None:
         raise UsageError(
-            "It is not said how many stages are to join", where="--listen", expected="--stages or --cuts with it"
+            "It is not said how many stages are to join",
+            where="--listen",
+            expected="--stages, --cuts or --plan-from with it",
         )
-    settings = ring.settings(listen=where)
+    voice = console(context)
     request = {
         "max_new_tokens": o.at_least(1, max_new_tokens, "--max-new-tokens"),
         "sampling": sampling.settings(),
         "stop": stop or [],
         "ignore_eos": ignore_eos,
     }
+    ring = by_times(voice, model, ring, times, max(1, len(prompt or ())))
+    settings = ring.settings(listen=where)
     settings["token"] = ring.token
     texts = o.texts(prompt)
     written = {key: value for key, value in settings.items() if key != "token"}
-    voice = console(context)
     with run.folder("generate", {"model": model, **written, **request, "chat": chat}) as folder:
         settings["trace_dir"] = folder
         write(voice, model, texts, settings, request, as_json=as_json, chat=chat)
     if folder is not None:
         voice.note(f"trace in {folder}")
+
+
+def by_times(voice: Console, model: str, ring: o.RingOptions, times: TimesOptions, sessions: int) -> o.RingOptions:
+    """The ring with the cut that its machines' times ask for, where they are given.
+
+    Raises:
+        UsageError, CutError: see ``cli.plan_measure.plan_from``.
+    """
+    if times.plan_from is None:
+        return ring
+    made = plan_from(times.plan_from, model, ring, times, voice, sessions=sessions)
+    say_assumed(voice, made)
+    edges = ",".join(map(str, made.cuts))
+    voice.say(f"cuts {edges or 'none'}, by the times in {times.plan_from}")
+    return replace(ring, cuts=edges, stages=len(made.ring.devices))
 
 
 def write(
@@ -93,17 +114,31 @@ def write(
         else:
             voice.say("writing" if len(texts) == 1 else f"writing {len(texts)} texts")
             done = list(pool.map(lambda ids: ring.generate(ids, **request), prompts))
-    moves = told(ring.boundaries, ring.migrations, settings.get("shifts", ()))
+    shifts = settings.get("shifts", ())
+    moves, missing = told(ring.boundaries, ring.migrations), unmet(ring.boundaries, shifts)
     for text, result in zip(texts, done, strict=True):
         if as_json:
-            voice.json({**_object(text, result), "moves": moves} if moves else _object(text, result))
+            lines = [*moves, missing] if missing else moves
+            voice.json({**_object(text, result), "moves": lines} if lines else _object(text, result))
         elif not live:
             voice.out(f"── {text}\n{result.text}\n")
-    if live:
-        voice.note(f"{len(done[0].tokens)} tokens, ended by {done[0].finish}")
     if not as_json:
-        for line in moves or (["plan auto: no block moved"] if settings.get("plan") == "auto" else []):
+        for line in _closing(done, live, request) + moves:
             voice.note(line)
+        if settings.get("plan") == "auto" and not moves:
+            voice.note("plan auto: no block moved")
+    if missing:
+        voice.warn(missing)
+
+
+def _closing(done: list[Generation], live: bool, request: dict[str, Any]) -> list[str]:
+    """What is said once the texts are there: how one ended, and how what was drawn can be drawn again."""
+    asked = request.get("sampling")
+    given = asked is not None and asked.seed is not None
+    drawn = [] if given else [str(result.seed) for result in done if result.seed is not None]
+    if live:
+        return [f"{len(done[0].tokens)} tokens, ended by {done[0].finish}" + (f"; --seed {drawn[0]}" if drawn else "")]
+    return [f"seeds {', '.join(drawn)}: each repeats its text"] if drawn else []
 
 
 def _object(text: str, result: Generation) -> dict[str, Any]:
@@ -113,4 +148,5 @@ def _object(text: str, result: Generation) -> dict[str, Any]:
         "tokens": result.tokens,
         "finish": result.finish,
         "prompt_tokens": result.prompt_tokens,
+        "seed": result.seed,
     }

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def told(boundaries: Sequence[Boundary], migrations: Sequence[Migration], asked: Sequence[Shift] = ()) -> list[str]:
-    """One line for each move, each refusal, and for moves that did not happen."""
+    """One line for each move, each refusal, and for moves of those asked for that did not happen."""
     lines = []
     for boundary in boundaries:
         if boundary.moves:
@@ -23,10 +23,23 @@ def told(boundaries: Sequence[Boundary], migrations: Sequence[Migration], asked:
             lines.append(f"the barrier at token {boundary.laps} was aborted: {boundary.outcome.reason}")
         elif boundary.late:
             lines.append(f"nothing moved at token {boundary.laps}: a stage had not loaded its blocks yet")
-    missing = len(asked) - sum(bool(boundary.moves) for boundary in boundaries)
-    if missing > 0:
-        lines.append(f"{missing} of {len(asked)} moves did not happen: no window ended after them")
-    return lines
+    missing = unmet(boundaries, asked)
+    return [*lines, missing] if missing else lines
+
+
+def unmet(boundaries: Sequence[Boundary], asked: Sequence[Shift]) -> str:
+    """What is to be said where moves that were asked for did not happen; empty where all did."""
+    done = sum(bool(boundary.moves) for boundary in boundaries)
+    if done >= len(asked):
+        return ""
+    at, last = asked[done].at, next((b for b in reversed(boundaries) if not b.moves), None)
+    if last is not None and last.outcome.aborted:
+        why = last.outcome.reason
+    elif last is not None and last.late:
+        why = "a stage had not loaded its blocks yet when the last window ended"
+    else:
+        why = f"no window ended between token {at} and the end of the text"
+    return f"{len(asked) - done} of {len(asked)} moves did not happen: {why}"
 
 
 def _moved(boundary: Boundary, boundaries: Sequence[Boundary], migrations: Sequence[Migration]) -> str:

@@ -56,7 +56,8 @@ ShiftK = Annotated[
 ]
 TokenFile = Annotated[Path | None, typer.Option(help="File with the join secret (or set SPLITLM_TOKEN).")]
 TraceDir = Annotated[
-    Path | None, typer.Option(help="Folder for the run's trace and logs (default: runs/<time>-<verb>).")
+    Path | None,
+    typer.Option(help="Folder for traces and logs, in place of an older run's (default: runs/<time>-<verb>)."),
 ]
 NoTrace = Annotated[bool, typer.Option("--no-trace", help="Write no trace.")]
 RunLabel = Annotated[str, typer.Option(help="A word for the run's folder name.")]

@@ -77,6 +77,11 @@ def show(voice: Console, made: Plan) -> None:
         parameters, *bytes_ = (sum(getattr(stage, key) for stage in made.stages) for key in keys)
         rows.append(["all", "", f"{parameters:,}", *map(size, bytes_)])
     table(voice, columns, rows, left=2)
+    if made.twice_bytes:
+        voice.out(
+            f"Embedding and head share one table of {size(made.twice_bytes)}: the first and the last stage hold a copy "
+            "each, and all counts both."
+        )
     cap = f"KV is per session; at most: at {made.context:,} tokens"
     if made.window is not None:
         cap += f", of which a block with a sliding window keeps {made.window - 1:,} (its window − 1)"

@@ -1,4 +1,4 @@
-"""Cutting by measured times: ``splitlm plan --measure``, ``--merge`` and ``--plan-from``.
+"""Cutting by measured times: ``splitlm plan --measure``, ``--merge`` and ``--plan-from``, which ``generate`` takes too.
 
 Each machine measures itself with the same model, element type and engine, and under a name of its own; one of them then
 merges the files, in the order of the ring::
@@ -24,6 +24,7 @@ import typer
 
 from splitlm.cli import options as o
 from splitlm.cli.console import Console
+from splitlm.cli.interrupts import held
 from splitlm.cli.tables import table
 from splitlm.core.cut import Cut
 from splitlm.core.errors import UsageError
@@ -40,7 +41,19 @@ SESSIONS_HELP = "With --plan-from: sessions that decode at once; one asks for th
 
 
 @dataclass(frozen=True)
-class MeasureOptions:
+class TimesOptions:
+    """A cut by measured times, as any verb with ``--plan-from`` takes it."""
+
+    plan_from: Annotated[Path | None, typer.Option(help="Cut by the times in this file (splitlm plan --out).")] = None
+    context_tokens: Annotated[
+        int, typer.Option("--context", help="With --plan-from: tokens of KV to find room for, per session.")
+    ] = 2048
+    link_ms: Annotated[float, typer.Option(help="With --plan-from: latency of links that the file lacks.")] = LINK_MS
+    link_mb_s: Annotated[float, typer.Option(help="Their rate, in 10⁶ bytes per second.")] = LINK_MB_S
+
+
+@dataclass(frozen=True)
+class MeasureOptions(TimesOptions):
     """What ``splitlm plan`` takes besides the cut."""
 
     measure: Annotated[bool, typer.Option("--measure", help="Measure this machine with MODEL.")] = False
@@ -50,13 +63,7 @@ class MeasureOptions:
     ] = 0
     merge: Annotated[list[Path] | None, typer.Option(help="Files of other machines, in the order of the ring.")] = None
     out: Annotated[Path | None, typer.Option(help="With --measure or --merge: file to write.")] = None
-    plan_from: Annotated[Path | None, typer.Option(help="Cut by the times in this file.")] = None
     sessions: Annotated[int, typer.Option(help=SESSIONS_HELP)] = 1
-    context_tokens: Annotated[
-        int, typer.Option("--context", help="With --plan-from: tokens of KV to find room for, per session.")
-    ] = 2048
-    link_ms: Annotated[float, typer.Option(help="Latency of links that the file does not have.")] = LINK_MS
-    link_mb_s: Annotated[float, typer.Option(help="Their rate, in 10⁶ bytes per second.")] = LINK_MB_S
 
 
 @dataclass(frozen=True)
@@ -93,12 +100,14 @@ def by_times(voice: Console, model: str, cut: o.CutOptions, options: MeasureOpti
         return True
     if options.plan_from is None:
         return False
-    made = plan_from(options.plan_from, model, cut, options, voice)
+    made = plan_from(options.plan_from, model, cut, options, voice, sessions=options.sessions)
     voice.json(as_data(made)) if as_json else show(voice, made)
     return True
 
 
-def plan_from(file: Path, model: str, cut: o.CutOptions, options: MeasureOptions, voice: Console) -> Planned:
+def plan_from(
+    file: Path, model: str, cut: o.CutOptions, options: TimesOptions, voice: Console, *, sessions: int
+) -> Planned:
     """The cut for a model by the times in a file, as any verb with ``--plan-from`` chooses it.
 
     Raises:
@@ -107,13 +116,16 @@ def plan_from(file: Path, model: str, cut: o.CutOptions, options: MeasureOptions
     if cut.cuts:
         raise UsageError("Cuts were given too", where="--plan-from", expected="one of --cuts and --plan-from")
     profiles = read(file)
-    from splitlm.model.load import ModelFiles
-    from splitlm.model.profile import identity
-    from splitlm.model.source import resolve
+    with held():
+        from splitlm.model.load import ModelFiles
+        from splitlm.model.profile import identity
+        from splitlm.model.source import resolve
 
     files = ModelFiles(resolve(model, progress=voice.say), family=cut.family, dtype=cut.dtype)
     check_identity(profiles, identity(files, COMPUTE), file)
-    return planned(profiles, options, stages=cut.stages, private=cut.private, tail_blocks=cut.tail_blocks)
+    return planned(
+        profiles, options, sessions=sessions, stages=cut.stages, private=cut.private, tail_blocks=cut.tail_blocks
+    )
 
 
 def measured(model: str, cut: o.CutOptions, options: MeasureOptions, voice: Console, *, threads: int = 0) -> Profiles:
@@ -136,8 +148,9 @@ def measured(model: str, cut: o.CutOptions, options: MeasureOptions, voice: Cons
 
 def planned(
     profiles: Profiles,
-    options: MeasureOptions,
+    options: TimesOptions,
     *,
+    sessions: int = 1,
     stages: int | None = None,
     private: bool = False,
     tail_blocks: int = 0,
@@ -148,14 +161,14 @@ def planned(
         UsageError: fewer devices than stages, or an option out of range.
         CutError: too little memory, or more devices than blocks.
     """
-    o.at_least(1, options.sessions, "--sessions")
+    o.at_least(1, sessions, "--sessions")
     o.at_least(0, options.context_tokens, "--context")
     count = len(profiles.devices) if stages is None else stages
     if not 1 <= count <= len(profiles.devices):
         raise UsageError(
             f"{count} stages and {len(profiles.devices)} devices",
             where="--stages",
-            expected=f"1 to {len(profiles.devices)}",
+            expected=f"at least 1 and at most {len(profiles.devices)}",
             remedy="Measure more machines, and --merge their files",
         )
     devices = profiles.devices[:count]
@@ -171,7 +184,7 @@ def planned(
         model=profiles.model,
         devices=devices,
         links=tuple(links),
-        sessions=options.sessions,
+        sessions=sessions,
         context_tokens=options.context_tokens,
         private=private,
         tail_blocks=tail_blocks,
@@ -229,8 +242,14 @@ def show(voice: Console, made: Planned) -> None:
         f"Expected: lap {expected.lap_ms:.1f} ms, busiest {expected.bottleneck_ms:.1f} ms, "
         f"{expected.tokens_per_s:.1f} tokens/s in all."
     )
+    say_assumed(voice, made)
+
+
+def say_assumed(voice: Console, made: Planned) -> None:
+    """Say for which links a number was taken that nobody measured."""
     if made.assumed:
-        first = ring.links[0] if len(made.assumed) == len(ring.links) else None
+        links = made.ring.links
+        first = links[0] if len(made.assumed) == len(links) else None
         what = f" to take {first.latency_ms:g} ms and carry {first.bytes_per_s / 1e6:g} MB/s" if first else ""
         voice.say(f"not measured, assumed{what}: {', '.join(made.assumed)}")
 

@@ -182,8 +182,11 @@ def _follow(
     with held():
         from splitlm.model.source import resolve
         from splitlm.node.join import run_stage
+        from splitlm.node.processes import fresh_folder
         from splitlm.node.settings import Place, StageSettings
 
+    if trace_dir is not None and not settings["parent"]:
+        fresh_folder(trace_dir)
     signal.signal(signal.SIGINT, signal.default_int_handler)  # for which asyncio puts a gentler one
     find = partial(resolve, progress=voice.say)
     fixed = Place(place.layer_begin or 0, place.layer_end or 0, *ends) if place and ends else None

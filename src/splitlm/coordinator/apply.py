@@ -11,6 +11,7 @@ from splitlm.core import messages as m
 from splitlm.core.barrier import Event, step
 from splitlm.core.cut import Cut, diff
 from splitlm.core.errors import CutError, ProtocolError, UsageError
+from splitlm.core.training import TrainingMessage
 
 
 def apply(state: State, happened: Input) -> State:
@@ -91,6 +92,7 @@ def _heard(state: State, node: int, message: m.Any) -> State:
             | m.Commit()
             | m.Abort()
             | m.Finish()
+            | TrainingMessage()
         ):
             raise ProtocolError(
                 f"Node {node} sent a {type(message).__name__} message to the coordinator",

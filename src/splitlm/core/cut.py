@@ -123,14 +123,14 @@ def make_cut(blocks: int, boundaries: Sequence[int], *, private: bool = False, t
     low = 0 if private else 1
     if not 0 <= tail_blocks < blocks:
         raise CutError(
-            f"{tail_blocks} tail blocks do not fit a model of {blocks} blocks", expected=f"0 to {blocks - 1}"
+            f"{tail_blocks} tail blocks do not fit a model of {blocks} blocks", expected=_span(0, blocks - 1)
         )
     for i, b in enumerate(boundaries):
         if not low <= b < last:
             raise CutError(
                 f"Cut {b} is out of range for a model of {blocks} blocks",
                 where="--cuts",
-                expected=f"block indices from {low} to {last - 1}",
+                expected=f"block indices: {allowed}" if (allowed := _span(low, last - 1)) else "no cuts: one stage",
             )
         if i and b <= boundaries[i - 1]:
             raise CutError(
@@ -167,7 +167,7 @@ def balanced_boundaries(
         raise CutError(
             f"{tail_blocks} tail blocks do not fit a model of {blocks} blocks",
             where="--tail-blocks",
-            expected=f"0 to {blocks - 1}",
+            expected=_span(0, blocks - 1),
         )
     free = blocks - tail_blocks
     if stages > free:
@@ -254,7 +254,7 @@ def shift(cut: Cut, boundary: int, k: int) -> Cut:
         raise CutError(
             f"Boundary {boundary} cannot move in a cut of {cut.stages} stages",
             where="--shift-boundary",
-            expected=f"1 to {cut.stages - 1}: the ends of the model are fixed"
+            expected=f"{_span(1, cut.stages - 1)}: the ends of the model are fixed"
             if cut.stages > 1
             else "at least two stages",
         )
@@ -265,16 +265,24 @@ def shift(cut: Cut, boundary: int, k: int) -> Cut:
     low, high = edges[boundary - 1] + _least(cut, boundary - 1), edges[boundary + 1] - _least(cut, boundary)
     if not low <= edges[boundary] <= high:
         now = edges[boundary] - k
+        allowed = " or ".join(filter(None, (_span(low - now, -1), _span(1, high - now))))
         raise CutError(
             f"Boundary {boundary} at block {now} cannot move by {k}",
             where="--shift-k",
-            expected=f"{low - now} to {high - now}, so that every stage keeps a block",
+            expected=f"{allowed}, so that every stage keeps a block"
+            if allowed
+            else "another boundary: neither stage beside this one has a block to spare",
         )
     segments = tuple(
         msgspec.structs.replace(part, begin=begin, end=end)
         for part, (begin, end) in zip(cut.segments, pairwise(edges), strict=True)
     )
     return msgspec.structs.replace(cut, segments=segments, epoch=cut.epoch + 1)
+
+
+def _span(first: int, last: int) -> str:
+    """Whole numbers from first to last, in words; empty where there is none."""
+    return "" if first > last else str(first) if first == last else f"{first} to {last}"
 
 
 def _owners(cut: Cut) -> list[int]:

@@ -14,7 +14,11 @@ from splitlm.core.message import Message
 from splitlm.core.shape import Role
 
 
-class Register(Message, frozen=True):
+class TrainingMessage(Message, frozen=True):
+    """Base of the messages of training."""
+
+
+class Register(TrainingMessage, frozen=True):
     """Party to coordinator: I am here.
 
     Attributes:
@@ -30,7 +34,7 @@ class Register(Message, frozen=True):
     classes: int = 0
 
 
-class Start(Message, frozen=True):
+class Start(TrainingMessage, frozen=True):
     """Coordinator to party: the run begins, and this is your part in it.
 
     Attributes:
@@ -54,7 +58,7 @@ class Start(Message, frozen=True):
     resume: int = -1
 
 
-class Loaded(Message, frozen=True, tag="trainloaded"):
+class Loaded(TrainingMessage, frozen=True, tag="trainloaded"):
     """Party to coordinator: my parts are built, and I listen (workers), or my rows are read (owners).
 
     An empty ``host`` means: the address from which you see me.
@@ -77,25 +81,25 @@ class Peer(msgspec.Struct, frozen=True):
     weight: float
 
 
-class Peers(Message, frozen=True):
+class Peers(TrainingMessage, frozen=True):
     """Coordinator to all: these take part from now on; owners dial the workers they have no link to."""
 
     owners: list[int]
     workers: list[Peer]
 
 
-class Linked(Message, frozen=True):
+class Linked(TrainingMessage, frozen=True):
     """Party to coordinator: I am linked to all of ``Peers``."""
 
 
-class Round(Message, frozen=True):
+class Round(TrainingMessage, frozen=True):
     """Coordinator to all: a round begins."""
 
     round: int
     validate: bool = False
 
 
-class Window(Message, frozen=True):
+class Window(TrainingMessage, frozen=True):
     """Coordinator to all (the barrier's PREPARE): a window begins; owners say what they have for it.
 
     Attributes:
@@ -113,13 +117,13 @@ class Window(Message, frozen=True):
     speeds: dict[int, float] = msgspec.field(default_factory=dict)
 
 
-class Over(Message, frozen=True):
+class Over(TrainingMessage, frozen=True):
     """Coordinator to all: no owner has anything left in this round; owners validate, and notify."""
 
     round: int
 
 
-class Plan(Message, frozen=True):
+class Plan(TrainingMessage, frozen=True):
     """Owner to coordinator: what I have for this window.
 
     Attributes:
@@ -142,14 +146,14 @@ class Share(msgspec.Struct, frozen=True):
     items: int
 
 
-class Opened(Message, frozen=True):
+class Opened(TrainingMessage, frozen=True):
     """Coordinator to all: every owner has planned; compute."""
 
     seq: int
     shares: list[Share]
 
 
-class Stepped(Message, frozen=True):
+class Stepped(TrainingMessage, frozen=True):
     """Party to coordinator, beside the barrier's DONE: what the window was like here.
 
     Sums and counts alone; the loss's are an owner's.
@@ -162,7 +166,7 @@ class Stepped(Message, frozen=True):
     norm: float = 0.0
 
 
-class Notify(Message, frozen=True):
+class Notify(TrainingMessage, frozen=True):
     """Owner to coordinator: my rows of this round are done, backward and stepped.
 
     Attributes:
@@ -181,13 +185,13 @@ class Notify(Message, frozen=True):
     counted: int = 0
 
 
-class Gather(Message, frozen=True):
+class Gather(TrainingMessage, frozen=True):
     """Coordinator to all: send your state to the aggregator, and take the average from it."""
 
     round: int
 
 
-class Saved(Message, frozen=True):
+class Saved(TrainingMessage, frozen=True):
     """Party to coordinator: the round's average is in place, and my file of it is written."""
 
     round: int
@@ -196,7 +200,7 @@ class Saved(Message, frozen=True):
     nbytes: int = 0
 
 
-class Failed(Message, frozen=True):
+class Failed(TrainingMessage, frozen=True):
     """Party to coordinator: I cannot go on, and this is why.
 
     Attributes:

@@ -28,7 +28,8 @@ class Gate:
         self.held = True
 
     def fence(self) -> Frame:
-        """The frame to send behind everything that was sent."""
+        """The frame to send behind everything that was sent, and all that waits behind an earlier fence."""
+        self.shut = False
         self._number += 1
         self._passed = asyncio.get_running_loop().create_future()
         return Frame(Fence(number=self._number))

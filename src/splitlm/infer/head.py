@@ -19,10 +19,10 @@ from splitlm.infer.meter import Meter
 from splitlm.infer.relay import Relay
 from splitlm.infer.request import Request, TokenOut
 from splitlm.infer.schedule import Schedule, chunks
-from splitlm.infer.session import Lap, Sent, Session, logits_of
-from splitlm.model.runner import Runner
+from splitlm.infer.session import Lap, Sent, Session, error_of, logits_of
+from splitlm.model.runner import Runner, memory_told
 from splitlm.wire.channel import Channel
-from splitlm.wire.frame import Buffer, Close, Fence, Frame, Header, Hidden, Open, Token
+from splitlm.wire.frame import Buffer, Close, Failed, Fence, Frame, Header, Hidden, Open, Token
 
 BACKLOG_FRAMES = 2
 
@@ -60,7 +60,7 @@ class Head:
         self._context, self._chunk, self._last_segment = context, prefill_chunk, last_segment
         self._schedule = Schedule()
         self._sessions: dict[int, Session] = {}
-        self._next_number = 1
+        self._next_number, self._failures = 1, 0
         self._home: deque[Frame] = deque()
         self._housekeeping: deque[tuple[Relay, Frame]] = deque()
         self._sending = False
@@ -81,13 +81,17 @@ class Head:
     async def drained(self) -> None:
         """Wait until every stage has done all that was sent, and send nothing more. Call ``hold`` first.
 
-        A fence travels round the ring behind the last frame.
+        A fence travels round the ring behind the last frame. Where a session failed meanwhile, some stages have
+        forgotten it and others wait for its Close: that goes next, and another fence behind it.
         """
         if self._outbound is None:
             return
-        self._housekeeping.append((self._first, self._gate.fence()))
-        self._work_there.set()
-        await self._gate.passed()
+        before = -1
+        while before != self._failures:
+            before = self._failures
+            self._housekeeping.append((self._first, self._gate.fence()))
+            self._work_there.set()
+            await self._gate.passed()
 
     def resume(self) -> None:
         """Go on, under the cut that the relays now belong to."""
@@ -103,10 +107,10 @@ class Head:
         """
         try:
             async with asyncio.TaskGroup() as group:
-                group.create_task(self._work())
+                group.create_task(memory_told(self._work()))
                 if self._outbound is not None and self._inbound is not None:
-                    group.create_task(self._send(self._outbound))
-                    group.create_task(self._receive(self._inbound))
+                    group.create_task(memory_told(self._send(self._outbound)))
+                    group.create_task(memory_told(self._receive(self._inbound)))
         except* SplitlmError as errors:
             raise first_error(errors) from None
 
@@ -116,6 +120,7 @@ class Head:
             self._failed = error
             for number, session in self._sessions.items():
                 self._schedule.forget(number)
+                self._meter.sink.write(session.record(error))
                 session.out.put_nowait(error)
             self._sessions.clear()
 
@@ -124,7 +129,8 @@ class Head:
 
         Raises:
             PromptError, UsageError: see ``Request.check``.
-            SplitlmError: the ring broke.
+            ModelError: its logits are not finite; all other sessions go on.
+            SplitlmError: memory ran out in a step of this session alone; or the ring broke.
         """
         request.check(self._context, self._first.stage.vocab)
         if self._failed is not None:
@@ -159,14 +165,22 @@ class Head:
         self._work_there.set()
         return session
 
-    def _end(self, session: Session) -> None:
-        """Forget a session here and, through a Close frame that follows its last lap, everywhere."""
+    def _end(self, session: Session, error: Exception | None = None) -> None:
+        """Forget a session here and, through a Close frame that follows its last lap, everywhere; tell its caller."""
         if self._sessions.pop(session.number, None) is None:
             return
         self._schedule.forget(session.number)
         self._housekeeping.append((self._first, Frame(Close(session=session.number))))
         self._work_there.set()
-        self._meter.sink.write(session.record())
+        self._meter.sink.write(session.record(error))
+        if error is not None:
+            session.out.put_nowait(error)
+
+    def _lose(self, header: Failed) -> None:
+        """A stage could not go on with a session, and has forgotten it."""
+        self._failures += 1
+        if (session := self._sessions.get(header.session)) is not None:
+            self._end(session, error_of(header))
 
     async def _work(self) -> None:
         """One step after the other, the oldest first: frames that came home, then sessions that are ready."""
@@ -233,7 +247,7 @@ class Head:
         """Runs on the compute thread, which saves the frame the way through the loop."""
         step, outbound = self._first.advance(frame), self._outbound
         when_ns = size = 0
-        if free and outbound is not None and step.header is not None and not isinstance(step.header, Token):
+        if free and outbound is not None and step.header is not None and not isinstance(step.header, Token | Failed):
             before = outbound.bytes_out
             if outbound.send_now(step.header, step.tensors):
                 when_ns, size = time.monotonic_ns(), outbound.bytes_out - before
@@ -248,14 +262,14 @@ class Head:
             if lap is not None:
                 self._sent(lap, step.end_ns, 0)
             self._accept(step.header, step.logits, time.monotonic_ns(), 0)
+        elif isinstance(step.header, Failed):
+            self._lose(step.header)
         elif done.when_ns:
             if lap is not None:
                 self._sent(lap, done.when_ns, done.nbytes)
         elif step.header is not None:
             if self._outbound is None:
-                raise ProtocolError(
-                    "A segment gave a frame and there is no next node", where=str(self._first.stage.segment)
-                )
+                raise ProtocolError("A frame has no next node to go to", where=str(self._first.stage.segment))
             self._outbox.put_nowait((step.header, tuple(step.tensors), lap))
 
     def _sent(self, lap: Lap, when_ns: int, size: int) -> None:
@@ -297,7 +311,10 @@ class Head:
                 case Fence() as fence if self._tail is None:
                     frame.release()
                     self._gate.home(fence)
-                case Hidden() | Close() | Fence() if self._tail is not None:
+                case Failed() as failed if self._tail is None:
+                    frame.release()
+                    self._lose(failed)
+                case Hidden() | Close() | Failed() | Fence() if self._tail is not None:
                     self._home.append(frame)
                     self._work_there.set()
                 case Open() if self._tail is not None:
@@ -314,28 +331,13 @@ class Head:
         session = self._sessions.get(header.session)
         if session is None:
             return  # it ended while its last lap was under way
-        expected = session.position + 1
-        if header.position != expected or not 0 <= header.token < self._first.stage.vocab:
-            raise ProtocolError(
-                f"Token {header.token} of session {header.session} came for position {header.position}",
-                expected=f"position {expected}, ids below {self._first.stage.vocab}",
-            )
-        session.tokens.append(header.token)
-        lap, session.pending = session.pending, None
-        tpot = ttft = None
-        if len(session.tokens) == 1:
-            ttft = session.ttft_ms = (when_ns - session.asked_ns) / 1e6
-        else:
-            tpot = (when_ns - session.arrived_ns) / 1e6
-            session.laps_ms.append(tpot)
-        if lap is not None:
-            lap.tpot_ms, lap.ttft_ms = tpot, ttft
-            if lap.record is not None:
-                self._meter.write(lap.record, tpot_ms=tpot, ttft_ms=ttft)
+        lap = session.take(header, when_ns, self._first.stage.vocab)
+        if lap is not None and lap.record is not None:
+            self._meter.write(lap.record, tpot_ms=lap.tpot_ms, ttft_ms=lap.ttft_ms)
         try:
             session.finish = session.ends_with(header.token, self._context)
         except Exception as error:  # noqa: BLE001 - the caller's own ``accept``: its session ends, the others go on
-            session.out.put_nowait(error)
+            self._end(session, error)
             return
         if session.finish is None:
             session.arrived_ns, session.bytes_in = when_ns, size

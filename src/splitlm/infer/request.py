@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+import msgspec
 import torch
 
 from splitlm.core.errors import PromptError, UsageError
 from splitlm.core.sampling import FinishReason, Sampling
+
+SEED_BITS = 32
+"""Of a drawn seed: short enough to be typed again, and exact in every reader of JSON."""
 
 
 @dataclass(frozen=True)
@@ -52,6 +57,14 @@ class Request:
             raise UsageError(
                 f"max-new-tokens is {self.max_new_tokens}", where="--max-new-tokens", expected="at least 1"
             )
+
+
+def seeded(sampling: Sampling | None) -> Sampling:
+    """These settings, None for greedy ones; with a drawn seed where they have none and need one, to be told later."""
+    chosen = sampling or Sampling()
+    if chosen.greedy or chosen.seed is not None:
+        return chosen
+    return msgspec.structs.replace(chosen, seed=secrets.randbits(SEED_BITS))
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 import msgspec
 import torch
 
-from splitlm.core.errors import ProtocolError
+from splitlm.core.errors import ProtocolError, SplitlmError, from_exit_code
 from splitlm.core.sampling import FinishReason
 from splitlm.infer.relay import Step
 from splitlm.infer.request import Request, TokenOut
@@ -18,7 +18,10 @@ from splitlm.model import payload
 from splitlm.telemetry.record import Session as SessionRecord
 from splitlm.telemetry.record import Step as StepRecord
 from splitlm.telemetry.summary import percentile
-from splitlm.wire.frame import Frame, Hidden, Open, Spec
+from splitlm.wire.frame import Failed, Frame, Hidden, Open, Spec, Token
+
+MAX_REASON = 1000
+"""Characters of another node's reason that are shown."""
 
 
 @dataclass
@@ -103,6 +106,30 @@ class Session:
         header = Hidden(session=self.number, epoch=epoch, position=position, sample=sample, tensors=(spec,))
         return Frame(header, (view,))
 
+    def take(self, header: Token, when_ns: int, vocab: int) -> Lap | None:
+        """Its next token came home at this time; returns the lap that made it, which now knows its own.
+
+        Raises:
+            ProtocolError: the token is not the next one, or none of the vocabulary.
+        """
+        expected = self.position + 1
+        if header.position != expected or not 0 <= header.token < vocab:
+            raise ProtocolError(
+                f"Token {header.token} of session {header.session} came for position {header.position}",
+                expected=f"position {expected}, ids below {vocab}",
+            )
+        self.tokens.append(header.token)
+        lap, self.pending = self.pending, None
+        tpot = ttft = None
+        if len(self.tokens) == 1:
+            ttft = self.ttft_ms = (when_ns - self.asked_ns) / 1e6
+        else:
+            tpot = (when_ns - self.arrived_ns) / 1e6
+            self.laps_ms.append(tpot)
+        if lap is not None:
+            lap.tpot_ms, lap.ttft_ms = tpot, ttft
+        return lap
+
     def ends_with(self, token: int, context: int) -> FinishReason | None:
         """Why the newest token is the last, or None."""
         request = self.request
@@ -114,18 +141,26 @@ class Session:
             return "length"
         return "context" if self.position >= context else None
 
-    def record(self) -> SessionRecord:
-        """The session's line in the trace."""
+    def record(self, error: Exception | None = None) -> SessionRecord:
+        """The session's line in the trace; ``error`` is what ended it, where something did."""
         laps = self.laps_ms
         return SessionRecord(
             session=self.number,
             prompt_tokens=len(self.request.prompt),
             new_tokens=len(self.tokens),
-            finish=self.finish or "cancelled",
+            finish=self.finish or ("cancelled" if error is None else "failed"),
+            reason=None if error is None else str(error) or type(error).__name__,
+            seed=None if self.request.sampling.greedy else self.request.sampling.seed,
             ttft_ms=self.ttft_ms,
             tpot_p50_ms=percentile(laps, 50) if laps else None,
             tpot_p99_ms=percentile(laps, 99) if laps else None,
         )
+
+
+def error_of(header: Failed) -> SplitlmError:
+    """What the caller of a session that failed on a stage is to see."""
+    words = "".join(c if c.isprintable() else " " for c in header.reason)
+    return from_exit_code(header.code, words if len(words) <= MAX_REASON else words[:MAX_REASON] + "…")
 
 
 def logits_of(frame: Frame, vocab: int) -> torch.Tensor | None:

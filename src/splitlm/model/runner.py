@@ -12,7 +12,7 @@ import os
 import queue
 import select
 import threading
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar, cast
 
@@ -24,7 +24,42 @@ T = TypeVar("T")
 Item = TypeVar("Item")
 Item_co = TypeVar("Item_co", covariant=True)
 NICE = 10
+_ALLOCATORS = ("can't allocate memory", "not enough memory", "out of memory", "ALLOC_FAILED", "bad_alloc")
+"""How torch's allocators, which mostly raise a plain RuntimeError, say that there is nothing left."""
 _Job = tuple[Callable[..., Any], tuple[Any, ...], asyncio.AbstractEventLoop, "asyncio.Future[Any]"]
+
+
+def out_of_memory(error: BaseException, whose: str = "") -> SplitlmError | None:
+    """The same in words where ``error`` says that memory ran out; None where it says something else.
+
+    Args:
+        whose: what the memory was for, where that is known: the words before "memory ran out".
+    """
+    text = " ".join(str(error).split())
+    told = isinstance(error, RuntimeError) and any(words in text for words in _ALLOCATORS)
+    if not told and not isinstance(error, MemoryError):
+        return None
+    found = f"{type(error).__name__}: {text[:240]}".rstrip(": ")
+    return SplitlmError(
+        f"{whose}: memory ran out ({found})" if whose else f"Memory ran out ({found})",
+        expected="room for one step, and for the keys and values of all sessions",
+        remedy="Use more stages, a smaller --prefill-chunk or fewer sessions at once, or raise the limit (ulimit -v)",
+    )
+
+
+async def memory_told(work: Awaitable[T]) -> T:
+    """Await this on the loop; memory that ran out is said in words.
+
+    Raises:
+        SplitlmError: memory ran out; or whatever ``work`` raises.
+    """
+    try:
+        return await work
+    except (MemoryError, RuntimeError) as error:
+        told = out_of_memory(error)
+        if told is None:
+            raise
+        raise told from error
 
 
 class Source(Protocol[Item_co]):
@@ -78,7 +113,7 @@ class Runner:
         A job whose caller was cancelled runs all the same: stages change state in jobs.
 
         Raises:
-            SplitlmError: the thread was closed before the job's turn.
+            SplitlmError: the thread was closed before the job's turn, or memory ran out in it.
         """
         return cast(T, await self._hand_over(work, *args))
 
@@ -89,7 +124,7 @@ class Runner:
         no further item is read once the one at hand is done.
 
         Raises:
-            SplitlmError: the thread was closed; or whatever ``source`` or ``take`` raised.
+            SplitlmError: the thread was closed, or memory ran out; or whatever ``source`` or ``take`` raised.
         """
         loop = asyncio.get_running_loop()
         listening = _Listening(source, take, loop, loop.create_future())
@@ -160,7 +195,7 @@ class Runner:
             result = listening.take(item)
             del item
         except BaseException as raised:  # noqa: BLE001 - handed to the caller, who awaits it
-            error = raised
+            error = _worded(raised)
         if result is not None or error is not None:
             self._listening = None
             _hand_back(listening.loop, listening.future, result, error)
@@ -182,7 +217,7 @@ class Runner:
                 try:
                     result = work(*args)
                 except BaseException as raised:  # noqa: BLE001 - handed to the caller, who awaits it
-                    error = raised
+                    error = _worded(raised)
             _hand_back(loop, future, result, error)
             del job, work, args, future, result, error
         if self._listening is not None:
@@ -238,6 +273,15 @@ def _hand_back(
 ) -> None:
     with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits for this one any more
         loop.call_soon_threadsafe(_settle, future, result, error)
+
+
+def _worded(error: BaseException) -> BaseException:
+    """The error that a caller is to see."""
+    told = out_of_memory(error)
+    if told is None:
+        return error
+    told.__cause__ = error
+    return told
 
 
 def _closed() -> SplitlmError:

@@ -40,17 +40,20 @@ class Sampler:
         self._seen = dict.fromkeys(prompt) if sampling.needs_history else {}
         self._seen_ids = torch.tensor(list(self._seen), dtype=torch.long)
 
-    def next(self, logits: Tensor) -> int:
+    def next(self, logits: Tensor, position: int | None = None) -> int:
         """The next token's id, which is also added to the history.
 
         Args:
             logits: ``[vocab]``, any float dtype and device; not modified.
+            position: the token's place in the sequence, for messages; None counts on from the prompt.
 
         Greedy takes the largest logit, and the first of several equal ones. It neither copies nor sorts.
 
         Raises:
             ModelError: the logits hold a NaN or +inf, or nothing but -inf.
         """
+        if position is not None:
+            self._position = position
         if self.sampling.greedy:
             token = self._largest(self._penalised(logits))
         else:

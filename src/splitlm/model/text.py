@@ -13,16 +13,9 @@ from splitlm.core.errors import ModelError, ModelMissingError, PromptError, Usag
 
 VOCABULARIES = ("tokenizer.json", "tokenizer.model", "spiece.model", "vocab.json", "vocab.txt")
 """Files of which a model directory has one at least, or no tokenizer."""
-_FILES = (
-    *VOCABULARIES,
-    "merges.txt",
-    "added_tokens.json",
-    "chat_template.jinja",
-    "chat_template.json",
-    "special_tokens_map.json",
-    "tokenizer_config.json",
-)
-_BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")
+_SETTINGS = ("added_tokens.json", "special_tokens_map.json", "tokenizer_config.json")
+_FILES = (*VOCABULARIES, "merges.txt", "chat_template.jinja", "chat_template.json", *_SETTINGS)
+_BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 _UNKNOWN = "\N{REPLACEMENT CHARACTER}"
 
 
@@ -35,13 +28,7 @@ class TextCodec:
     """
 
     def __init__(self, directory: Path) -> None:
-        if not any((directory / name).is_file() for name in VOCABULARIES):
-            raise ModelMissingError(
-                "there is no tokenizer here",
-                where=str(directory),
-                expected=f"one of {', '.join(VOCABULARIES)}",
-                remedy="Copy it from the model's original directory",
-            )
+        _need_tokenizer(directory)
         self.directory = directory
         generation, config = (_read_json(directory / name) for name in ("generation_config.json", "config.json"))
         self._tokenizer = _load_tokenizer(directory)
@@ -129,7 +116,12 @@ class TextCodec:
 
     def is_byte(self, token: int) -> bool:
         """Whether the token is one byte of a character outside the vocabulary (``<0xF0>``: byte fallback)."""
-        return _BYTE_TOKEN.fullmatch(self._tokenizer.convert_ids_to_tokens(token) or "") is not None
+        return bool(self.bytes_of([token]))
+
+    def bytes_of(self, tokens: Sequence[int]) -> bytes:
+        """The bytes of those tokens that are one byte each."""
+        names = (self._tokenizer.convert_ids_to_tokens(token) or "" for token in tokens)
+        return bytes(int(match[1], 16) for name in names if (match := _BYTE_TOKEN.fullmatch(name)))
 
     def spells(self, ids: Sequence[int]) -> bool:
         """Whether the ids are what ``encode`` makes of their own text: then all of its characters are complete."""
@@ -155,8 +147,8 @@ class StreamDecoder:
 
     Args:
         codec: the tokenizer.
-        prompt: ids before the first pushed one. With them, the text continues the prompt's: the first word keeps
-            the space before it. Without, it is decoded as a text of its own.
+        prompt: ids before the first pushed one, whose text goes on: the first word keeps its space. It may end within
+            a character: what completes that brings it whole, and bytes that stay broken are the prompt's.
     """
 
     _ANCHOR = 4
@@ -167,6 +159,7 @@ class StreamDecoder:
     def __init__(self, codec: TextCodec, prompt: Sequence[int] = ()) -> None:
         self._codec = codec
         self._window: list[int] = []
+        self._open: list[int] = []  # the window's part of the prompt, while its last character may still change
         self._returned = 0  # characters of the window's text
         for token in reversed(prompt):
             # A run of bytes must be whole, or its text would be another one.
@@ -179,6 +172,8 @@ class StreamDecoder:
             # A U+FFFD at the end of a prompt that spells its text was written there: it is no incomplete character.
             written = text.endswith(_UNKNOWN) and codec.spells(prompt)
             self._returned = len(text if written else self._certain(text))
+            if codec.is_byte(self._window[-1]) or (text.endswith(_UNKNOWN) and not written):
+                self._open = list(self._window)
 
     def push(self, token: int) -> str:
         """The text that became certain with this token; often the token's own, sometimes empty."""
@@ -189,6 +184,8 @@ class StreamDecoder:
             return ""
         text = self._codec.decode(self._window)
         certain = self._certain(text)
+        if self._open:
+            self._settle(certain)
         new = certain[self._returned :]
         self._returned = len(certain)
         if len(self._window) > self._WINDOW:
@@ -198,9 +195,29 @@ class StreamDecoder:
     def finish(self) -> str:
         """What was held back. The stream ends here: a second call gives an empty text."""
         text = self._codec.decode(self._window)
+        if self._open:
+            self._settle(text)
         new = text[self._returned :]
         self._returned = len(text)
         return new
+
+    def _settle(self, text: str) -> None:
+        """Now that the text goes on: how much of it is the prompt's, whose last character may have been incomplete."""
+        codec, prompt, window = self._codec, self._open, self._window
+        begin = next((i for i in range(len(prompt), 0, -1) if not codec.is_byte(prompt[i - 1])), 0)
+        if begin == len(prompt):  # one U+FFFD for all that is missing
+            if text[self._returned :] == "":
+                return
+            self._returned += text[self._returned] == _UNKNOWN
+        else:
+            end = next((i for i in range(begin, len(window)) if not codec.is_byte(window[i])), None)
+            try:
+                codec.bytes_of(window[begin:end]).decode()
+                begin += len(codec.bytes_of(prompt[begin:]).decode(errors="ignore").encode())
+                self._returned = len(codec.decode(prompt[:begin]))
+            except UnicodeDecodeError:  # then every byte of the run shows as one U+FFFD
+                self._returned = len(codec.decode(prompt[:begin])) + len(prompt) - begin
+        self._open = []
 
     @staticmethod
     def _certain(text: str) -> str:
@@ -264,17 +281,24 @@ def tokenizer_hash(directory: Path) -> str:
         ModelMissingError: the directory has none of them.
         ModelError: one cannot be read.
     """
+    _need_tokenizer(directory)
     digest = hashlib.sha256()
     found = [directory / name for name in sorted(_FILES) if (directory / name).is_file()]
-    if not any(path.name in VOCABULARIES for path in found):
-        raise ModelMissingError(
-            "there is no tokenizer here", where=str(directory), expected=f"one of {', '.join(VOCABULARIES)}"
-        )
     for path in found:
         content = _read(path)
         digest.update(f"{path.name}\0{len(content)}\0".encode())
         digest.update(content)
     return digest.hexdigest()
+
+
+def _need_tokenizer(directory: Path) -> None:
+    if not any((directory / name).is_file() for name in VOCABULARIES):
+        raise ModelMissingError(
+            "there is no tokenizer here",
+            where=str(directory),
+            expected=f"one of {', '.join(VOCABULARIES)}",
+            remedy="Copy it from the model's original directory",
+        )
 
 
 def _load_tokenizer(directory: Path) -> Any:

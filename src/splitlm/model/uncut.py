@@ -7,7 +7,7 @@ the same loop runs our own loader, stage and cache over all blocks.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -16,9 +16,13 @@ from transformers import DynamicCache
 from splitlm.core.cut import make_cut
 from splitlm.core.sampling import Sampling
 from splitlm.model.load import Loader, ModelFiles
+from splitlm.model.runner import out_of_memory
 from splitlm.model.sampling import Sampler
 from splitlm.model.stage import build_stages
 from splitlm.model.whole import own_memory, whole_model
+
+Step = Callable[[Sequence[int], int], torch.Tensor | None]
+"""``step(rows, position)`` gives the last row's logits, as every segment with the head does."""
 
 
 class Uncut:
@@ -57,13 +61,17 @@ class Uncut:
         Args:
             prefill_chunk: rows per prefill step; sums depend on it, so both sides of a comparison use the same.
             forced: feed these tokens instead of the chosen ones (teacher forcing).
+
+        Raises:
+            ModelError: the logits are not finite.
+            SplitlmError: memory ran out.
         """
         sampler = Sampler(sampling or Sampling(), prompt)
         step = self._begin()
         position, logits = 0, None
         for begin in range(0, len(prompt), prefill_chunk):
             rows = prompt[begin : begin + prefill_chunk]
-            logits = step(rows, position)
+            logits = _worded(step, rows, position)
             position += len(rows)
         for i in range(max_new_tokens):
             if logits is None:
@@ -73,10 +81,10 @@ class Uncut:
             token = forced[i] if forced is not None and i < len(forced) else token
             if token in eos_ids or i + 1 == max_new_tokens or position >= self._files.context:
                 return
-            logits = step([token], position)
+            logits = _worded(step, [token], position)
             position += 1
 
-    def _begin(self) -> Any:
+    def _begin(self) -> Step:
         if self._stage is not None:
             stage, self._session = self._stage, self._session + 1
             session = self._session
@@ -93,3 +101,14 @@ class Uncut:
             return out[0, -1]
 
         return step
+
+
+def _worded(step: Step, rows: Sequence[int], at: int) -> torch.Tensor | None:
+    """One step; memory that runs out is said in words."""
+    try:
+        return step(rows, at)
+    except (MemoryError, RuntimeError) as error:
+        told = out_of_memory(error, "The uncut model")
+        if told is None:
+            raise
+        raise told from error

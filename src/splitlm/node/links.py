@@ -78,7 +78,7 @@ async def link_stage(
         word = await told()
         if not word.move_port:
             return None  # the head: it has dialled node 1 for moves, and takes none from the last node
-        place = (word.host, word.move_port)
+        place = (send[0] if send else word.host, word.move_port)
         return kept(await tcp.connect(*place, following, "move", deadline_s=deadline_s, who=who, tls=outward))
 
     try:

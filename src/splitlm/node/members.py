@@ -272,13 +272,16 @@ class Members:
     def address(self, member: Member, asker: Member | None = None) -> tuple[str, int]:
         """Where a stage's data listener is, for the node that is to send to it (None: the head).
 
+        A stage with a fixed place sends where its user said, wherever this stage joined from.
+
         Raises:
             NetworkError: the asker cannot reach it there.
         """
         if member.loaded is None:
             raise ProtocolError(f"{member} has no data listener yet", expected="it to load first")
         host = member.loaded.host or self._hub.address(member.peer)
-        if asker is not None and _is_loopback(host) and not _is_loopback(self._hub.address(asker.peer)):
+        told = asker if asker is not None and asker.join.begin is None else None
+        if told is not None and _is_loopback(host) and not _is_loopback(self._hub.address(told.peer)):
             raise NetworkError(
                 f"{member} joined over {host}, where {asker} on another machine cannot reach it",
                 expected="every stage to join by an address that the others can reach",
@@ -331,6 +334,8 @@ class Members:
 
 def _is_loopback(host: str) -> bool:
     try:
-        return ipaddress.ip_address(host).is_loopback
+        address = ipaddress.ip_address(host)
     except ValueError:
         return host in ("localhost", "memory")
+    mapped = address.ipv4_mapped if isinstance(address, ipaddress.IPv6Address) else None
+    return (mapped or address).is_loopback

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from splitlm.core.cut import Cut
+from splitlm.core.cut import Cut, Segment
 from splitlm.model.load import ModelFiles
 from splitlm.model.sizes import ModelShape
 from splitlm.model.source import resolve
@@ -44,6 +44,7 @@ class Plan:
         window: the longest sliding window of its blocks in tokens; None where all attend to everything.
         weights: whether the weights are there; without them the config alone was read.
         stages: one per node.
+        twice_bytes: of a table that embedding and head share, where two nodes hold a copy each; else 0.
     """
 
     model: str
@@ -54,10 +55,11 @@ class Plan:
     window: int | None
     weights: bool
     stages: tuple[StagePlan, ...]
+    twice_bytes: int = 0
 
     @property
     def weight_bytes(self) -> int:
-        """Of all nodes together."""
+        """Of all nodes together, what two of them hold counted twice."""
         return sum(stage.weight_bytes for stage in self.stages)
 
 
@@ -101,6 +103,8 @@ def plan(
                 kv_cap_bytes=sum(size.kv_cap_bytes for _, size in own),
             )
         )
+    whole = shape.size(Segment(0, shape.blocks, embed=True, head=True), set())
+    twice = sum(node.weight_bytes for node in nodes) - whole.weight_bytes
     windows = [window for window in shape.windows if window is not None]
     name = str(shape.dtype).removeprefix("torch.")
-    return Plan(str(model), folder, cut, name, shape.context, max(windows, default=None), there, tuple(nodes))
+    return Plan(str(model), folder, cut, name, shape.context, max(windows, default=None), there, tuple(nodes), twice)

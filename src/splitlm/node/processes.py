@@ -13,9 +13,10 @@ from contextlib import suppress
 from pathlib import Path
 from typing import IO
 
-import splitlm
 from splitlm.core.errors import NetworkError, SplitlmError, UsageError, from_exit_code
+from splitlm.node.package import own_package
 from splitlm.node.settings import RingSettings
+from splitlm.telemetry.sinks import clear_run
 
 GRACE_S = 5.0
 TAIL_BYTES = 8192
@@ -45,11 +46,6 @@ class StageProcess:
                 where=str(log or tempfile.gettempdir()),
                 remedy="Choose another --trace-dir",
             ) from error
-        # The child runs this very package, wherever it was imported from. Its working directory, a user's, is not
-        # searched for modules: a queue.py there would be taken for Python's.
-        source = Path(splitlm.__file__).parents[1]
-        paths = [os.environ.get("PYTHONPATH", ""), "" if source.name.endswith("-packages") else str(source)]
-        search = {"PYTHONSAFEPATH": "1", "PYTHONPATH": os.pathsep.join(filter(None, paths))}
         try:
             # A group of its own: Ctrl-C in the terminal reaches the head alone, which then stops the stages in order.
             self._process = subprocess.Popen(
@@ -57,7 +53,7 @@ class StageProcess:
                 stdin=subprocess.DEVNULL,
                 stdout=self._output,
                 stderr=subprocess.STDOUT,
-                env={**os.environ, **search, **environment},
+                env={**os.environ, **own_package(), **environment},
                 start_new_session=True,
             )
         except OSError as error:
@@ -126,11 +122,28 @@ class StageProcess:
         self._output.close()
 
 
+def fresh_folder(folder: Path) -> None:
+    """Make the folder of a ring's traces and logs; of an older ring's, nothing stays that could be taken for ours.
+
+    Raises:
+        UsageError: it cannot be made or cleared.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        clear_run(folder)
+    except OSError as error:
+        raise UsageError(
+            f"The folder cannot be made or used again ({error.strerror or error})",
+            where=str(error.filename or folder),
+            remedy="Choose another one",
+        ) from error
+
+
 def start_stages(settings: RingSettings, port: int, count: int) -> list[StageProcess]:
     """Start ``count`` stages on this machine that join the head at ``port``; all or none.
 
     Raises:
-        UsageError: the trace folder cannot be written.
+        UsageError: a log cannot be written.
         NetworkError: a process cannot be started.
     """
     logs = settings.trace_dir
@@ -142,12 +155,6 @@ def start_stages(settings: RingSettings, port: int, count: int) -> list[StagePro
         arguments += ["--no-trace"]
     else:
         arguments += ["--trace-dir", str(logs)]
-        try:
-            logs.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise UsageError(
-                f"The folder cannot be made ({error.strerror or error})", where=str(logs), remedy="Choose another one"
-            ) from error
     environment = {"SPLITLM_TOKEN": settings.token, "OMP_WAIT_POLICY": "PASSIVE"}
     started: list[StageProcess] = []
     try:

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 
 from splitlm.infer.meter import Meter
 from splitlm.infer.relay import Relay, Step
-from splitlm.model.runner import Runner
+from splitlm.model.runner import Runner, memory_told
 from splitlm.wire.channel import Channel
-from splitlm.wire.frame import Frame, Hidden
+from splitlm.wire.frame import Frame
 
 
 @dataclass(frozen=True)
@@ -31,8 +31,14 @@ async def serve(runner: Runner, relay: Relay, inbound: Channel, outbound: Channe
 
     Raises:
         NetworkError: a neighbour is gone, or sent what has no place here.
+        SplitlmError: memory ran out, and not in a step of one session, which ends that session alone.
     """
+    await memory_told(_serve(runner, relay, inbound, outbound, meter))
+
+
+async def _serve(runner: Runner, relay: Relay, inbound: Channel, outbound: Channel, meter: Meter) -> None:
     loop = asyncio.get_running_loop()
+    relay.node = meter.node
 
     def work(frame: Frame) -> _Done:
         """On the compute thread: the step, its frame sent if that is possible from there."""
@@ -54,9 +60,9 @@ async def serve(runner: Runner, relay: Relay, inbound: Channel, outbound: Channe
 
     def note(frame: Frame, done: _Done) -> None:
         """The next stage has the frame; what is only for us comes after that."""
-        size, arrived, header = frame.nbytes, frame.received_ns, frame.header
+        size, arrived = frame.nbytes, frame.received_ns
         frame.release()
-        if isinstance(header, Hidden):
+        if done.step.rows:
             record = meter.measure(
                 done.step,
                 arrived_ns=arrived,

@@ -100,13 +100,15 @@ class StageMeta(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, t
 
 
 class Session(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag_field="record", tag="session"):
-    """One finished generation, written by the head.
+    """One generation that ended, written by the head.
 
     Attributes:
         session: its number.
         prompt_tokens: tokens of the prompt.
         new_tokens: tokens generated.
-        finish: why it ended.
+        finish: why it ended; ``failed`` where an error ended it, or the ring.
+        reason: that error, in words.
+        seed: of the random choice of tokens; left out where the most probable one was taken.
         ttft_ms: from the request to the first token; left out when there was none.
         tpot_p50_ms: median lap; left out below two tokens.
         tpot_p99_ms: 99th percentile of the laps; left out below two tokens.
@@ -116,6 +118,8 @@ class Session(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag
     prompt_tokens: int
     new_tokens: int
     finish: str
+    reason: str | None = None
+    seed: int | None = None
     ttft_ms: float | None = None
     tpot_p50_ms: float | None = None
     tpot_p99_ms: float | None = None

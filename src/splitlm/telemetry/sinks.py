@@ -1,4 +1,4 @@
-"""Where records go: a JSONL file per stage, and for others CSV and Prometheus text.
+"""Where records go: a JSONL file per stage.
 
 A record is written once per token on the way between two frames. So ``Trace.write`` only appends to a bounded queue
 (under a microsecond); a thread encodes and writes four times a second. What the disk does not take is lost and counted:
@@ -7,26 +7,25 @@ telemetry never stops a run.
 
 from __future__ import annotations
 
-import csv
-import io
 import logging
 import os
+import re
 import threading
 import time
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol
 
 import msgspec
 
 from splitlm.telemetry.record import Record
-from splitlm.telemetry.summary import Summary
 
 PERIOD_S = 0.25
 QUEUE_RECORDS = 65_536
 BATCH_RECORDS = 1024
 CLOSE_S = 2.0
+_OF_A_STAGE = re.compile(r"trace-node\d+\.jsonl|stage-\d+\.log")
 
 _log = logging.getLogger(__name__)
 
@@ -63,6 +62,21 @@ class NullTrace:
 def trace_path(folder: Path, node: int) -> Path:
     """The trace file of one stage in a run's folder."""
     return folder / f"trace-node{node}.jsonl"
+
+
+def clear_run(folder: Path) -> None:
+    """Remove what stages of an older run left in a folder that is used again: their traces and logs, nothing else.
+
+    A ring of fewer stages would not replace all of them, and whoever reads the folder would mix two runs. Stages on
+    other machines have folders of their own.
+
+    Raises:
+        OSError: a file cannot be removed.
+    """
+    if folder.is_dir():
+        for path in folder.iterdir():
+            if _OF_A_STAGE.fullmatch(path.name) and path.is_file():
+                path.unlink(missing_ok=True)
 
 
 class Trace:
@@ -184,73 +198,3 @@ def read_trace(path: Path) -> list[Record]:
                 break
             raise ValueError(f"{path}:{number}: not a telemetry record: {error}") from error
     return records
-
-
-def write_csv(path: Path, records: Iterable[Record]) -> None:
-    """Write records as CSV: a column per field in the order first seen; lists and mappings as JSON text.
-
-    The file appears whole or not at all.
-
-    Raises:
-        OSError: the file cannot be written.
-    """
-    rows = [msgspec.to_builtins(record) for record in records]
-    columns = list(dict.fromkeys(key for row in rows for key in row))
-    text = io.StringIO(newline="")
-    writer = csv.DictWriter(text, columns, lineterminator="\n")
-    writer.writeheader()
-    for row in rows:
-        writer.writerow(
-            {k: msgspec.json.encode(v).decode() if isinstance(v, list | dict) else v for k, v in row.items()}
-        )
-    part = path.with_name(f".{path.name}.part")
-    part.write_text(text.getvalue(), encoding="utf-8")
-    part.replace(path)
-
-
-def prometheus_text(summary: Summary) -> str:
-    """A summary in Prometheus' text exposition format (version 0.0.4). Times are in seconds, sizes in bytes."""
-    out: list[str] = []
-
-    def metric(name: str, kind: str, text: str, values: Iterable[tuple[str, float | None]]) -> None:
-        known = [(labels, value) for labels, value in values if value is not None]
-        if known:
-            out.extend([f"# HELP splitlm_{name} {text}", f"# TYPE splitlm_{name} {kind}"])
-            out.extend(f"splitlm_{name}{labels} {value!r}" for labels, value in known)
-
-    metric("tokens_total", "counter", "Tokens decoded, first tokens excluded.", [("", summary.tokens)])
-    metric("sessions_total", "counter", "Sessions that got a first token.", [("", summary.sessions)])
-    metric("tokens_per_second", "gauge", "Decoded tokens per second.", [("", summary.tokens_per_s)])
-    metric("bytes_per_token", "gauge", "Bytes all stages sent per decoded token.", [("", summary.bytes_per_token)])
-    for name, text, spread in (
-        ("ttft_seconds", "Time to first token.", summary.ttft_ms),
-        ("tpot_seconds", "Time per output token: one lap.", summary.tpot_ms),
-    ):
-        if spread is not None:
-            metric(
-                name, "gauge", text, [('{quantile="0.5"}', spread.p50 / 1e3), ('{quantile="0.99"}', spread.p99 / 1e3)]
-            )
-    phases = ("compute", "recv_wait", "queue", "send")
-    metric(
-        "stage_seconds_total",
-        "counter",
-        "Time of decode steps per stage and phase.",
-        [
-            (f'{{node="{stage.node}",phase="{phase}"}}', getattr(stage, f"{phase}_ms") / 1e3)
-            for stage in summary.stages
-            for phase in phases
-        ],
-    )
-    metric(
-        "stage_kv_bytes",
-        "gauge",
-        "Largest KV of one session.",
-        [(f'{{node="{s.node}"}}', s.kv_bytes) for s in summary.stages],
-    )
-    metric(
-        "hop_seconds",
-        "gauge",
-        "Median time from the end of one stage's compute to the start of the next's.",
-        [(f'{{source="{h.source}",target="{h.target}"}}', h.ms.p50 / 1e3) for h in summary.hops],
-    )
-    return "\n".join(out) + "\n" if out else ""

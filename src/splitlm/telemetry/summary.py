@@ -22,7 +22,13 @@ class Spread(msgspec.Struct, frozen=True):
 
 
 class StageTotals(msgspec.Struct, frozen=True, kw_only=True):
-    """One stage's decode steps: total milliseconds per phase, and each phase's share of their sum (0 to 1)."""
+    """One stage's decode steps: total milliseconds per phase, and each phase's share of their sum (0 to 1).
+
+    Attributes:
+        lap_error: see ``lap_errors``.
+        lap_error_p50: median over single laps, see ``single_lap_errors``.
+        lap_error_p99: 99th percentile over them.
+    """
 
     node: int
     steps: int
@@ -37,6 +43,8 @@ class StageTotals(msgspec.Struct, frozen=True, kw_only=True):
     bytes_out: int
     kv_bytes: int
     lap_error: float | None = None
+    lap_error_p50: float | None = None
+    lap_error_p99: float | None = None
 
 
 class Hop(msgspec.Struct, frozen=True):
@@ -133,6 +141,33 @@ def lap_errors(steps: Iterable[Step]) -> dict[int, float]:
     holds two segments adds both: one lap's wait may be counted with its neighbour's, but nothing may be missing. The
     median over sessions. Meaningful with one session at a time: with more, a stage serves several within one lap.
     """
+    told: dict[int, float] = defaultdict(float)
+    own: dict[tuple[int, int], float] = defaultdict(float)
+    for session, tpot, nodes in _accounts(steps):
+        told[session] += tpot
+        for node, total in nodes.items():
+            own[node, session] += total
+    errors: dict[int, list[float]] = defaultdict(list)
+    for (node, session), total in own.items():
+        errors[node].append(abs(total - told[session]) / told[session])
+    return {node: median(values) for node, values in sorted(errors.items())}
+
+
+def single_lap_errors(steps: Iterable[Step]) -> dict[int, list[float]]:
+    """The same of every lap by itself, ``|recv_wait + queue + compute + send − tpot| / tpot``: a sample by node.
+
+    A wait counts with the step that ends it. On the head that is the step after the lap in which it waited, and a stage
+    does not know when a lap begins: so this holds how much laps differ from their neighbours too.
+    """
+    errors: dict[int, list[float]] = defaultdict(list)
+    for _, tpot, nodes in _accounts(steps):
+        for node, total in nodes.items():
+            errors[node].append(abs(total - tpot) / tpot)
+    return dict(sorted(errors.items()))
+
+
+def _accounts(steps: Iterable[Step]) -> list[tuple[int, float, dict[int, float]]]:
+    """Of every lap its session, what the head says it took, and what each node's phases add up to (milliseconds)."""
     sums: dict[tuple[int, int], dict[int, float]] = defaultdict(lambda: defaultdict(float))
     laps: dict[tuple[int, int], float] = {}
     for step in steps:
@@ -140,16 +175,7 @@ def lap_errors(steps: Iterable[Step]) -> dict[int, float]:
         sums[key][step.node] += step.recv_wait_ms + step.queue_ms + step.compute_ms + step.send_ms
         if step.tpot_ms:
             laps[key] = step.tpot_ms
-    told: dict[int, float] = defaultdict(float)
-    own: dict[tuple[int, int], float] = defaultdict(float)
-    for (session, position), tpot in laps.items():
-        told[session] += tpot
-        for node, total in sums[session, position].items():
-            own[node, session] += total
-    errors: dict[int, list[float]] = defaultdict(list)
-    for (node, session), total in own.items():
-        errors[node].append(abs(total - told[session]) / told[session])
-    return {node: median(values) for node, values in sorted(errors.items())}
+    return [(key[0], tpot, sums[key]) for key, tpot in laps.items()]
 
 
 def summarize(records: Iterable[Record], *, one_clock: bool = True) -> Summary:
@@ -168,7 +194,7 @@ def summarize(records: Iterable[Record], *, one_clock: bool = True) -> Summary:
         begin = min(step.start_ns for step, _ in laps)
         end = max(step.start_ns + tpot * 1e6 for step, tpot in laps)
         rate = len(laps) / ((end - begin) / 1e9) if end > begin else None
-    errors = lap_errors(decode)
+    errors, singles = lap_errors(decode), single_lap_errors(decode)
     hops = [(key, spread(values)) for key, values in hop_times(steps).items()] if one_clock else []
     return Summary(
         sessions=len(ttft),
@@ -178,7 +204,7 @@ def summarize(records: Iterable[Record], *, one_clock: bool = True) -> Summary:
         tokens_per_s=rate,
         bytes_per_token=sum(step.bytes_out for step in decode) / len(laps) if laps else None,
         stages=tuple(
-            _stage(node, [step for step in decode if step.node == node], errors.get(node))
+            _stage(node, [step for step in decode if step.node == node], errors.get(node), singles.get(node, []))
             for node in sorted({step.node for step in steps})
         ),
         hops=tuple(Hop(a, b, ms) for (a, b), ms in hops if ms is not None),
@@ -189,7 +215,7 @@ def _segment(step: Step) -> int:
     return step.node if step.segment is None else step.segment
 
 
-def _stage(node: int, steps: Sequence[Step], lap_error: float | None) -> StageTotals:
+def _stage(node: int, steps: Sequence[Step], lap_error: float | None, singles: Sequence[float]) -> StageTotals:
     compute = sum(step.compute_ms for step in steps)
     wait = sum(step.recv_wait_ms for step in steps)
     queue = sum(step.queue_ms for step in steps)
@@ -209,4 +235,6 @@ def _stage(node: int, steps: Sequence[Step], lap_error: float | None) -> StageTo
         bytes_out=sum(step.bytes_out for step in steps),
         kv_bytes=max((step.kv_bytes for step in steps), default=0),
         lap_error=lap_error,
+        lap_error_p50=percentile(singles, 50) if singles else None,
+        lap_error_p99=percentile(singles, 99) if singles else None,
     )

@@ -30,7 +30,7 @@ from splitlm.core.sampling import Sampling
 
 Buffer = bytes | bytearray | memoryview
 MAGIC = b"SPLM"
-PROTOCOL = 1
+PROTOCOL = 2
 PREFIX = struct.Struct("<4sBBHIIQII")
 ALIGN = 64
 MAX_HEADER = 64 * 1024
@@ -170,6 +170,22 @@ class Fence(Header, frozen=True, array_like=True, tag=20):
     number: int
 
 
+class Failed(Header, frozen=True, array_like=True, tag=21):
+    """One session failed on a stage, the others go on. Travels home; stages that it passes forget the session.
+
+    The stage that sends it drops what still comes of the session, until its Close.
+
+    Attributes:
+        session: the session's number.
+        code: exit code of the error's class (``core.errors``).
+        reason: the error's paragraph.
+    """
+
+    session: int
+    code: int
+    reason: str
+
+
 class Rows(Header, frozen=True, array_like=True, tag=24):
     """KV rows of one block and session that move to a neighbour: keys and values, ``[n, kv_heads, head_dim]`` each.
 
@@ -297,6 +313,7 @@ AnyHeader = (
     | Token
     | Close
     | Fence
+    | Failed
     | Rows
     | Mark
     | Forward

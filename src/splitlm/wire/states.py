@@ -15,6 +15,7 @@ from splitlm.wire.frame import (
     Backward,
     Challenge,
     Close,
+    Failed,
     Fence,
     Forward,
     Header,
@@ -94,12 +95,15 @@ _DATA: dict[tuple[State, Role, type[Header]], State] = {
     ("linked", "dialler", Open): "sessions",
     ("linked", "dialler", Token): "tokens",
     ("linked", "dialler", Fence): "linked",
+    ("linked", "dialler", Failed): "tokens",
     ("sessions", "dialler", Open): "sessions",
     ("sessions", "dialler", Hidden): "sessions",
     ("sessions", "dialler", Close): "sessions",
     ("sessions", "dialler", Fence): "sessions",
+    ("sessions", "dialler", Failed): "sessions",
     ("tokens", "dialler", Token): "tokens",
     ("tokens", "dialler", Fence): "tokens",
+    ("tokens", "dialler", Failed): "tokens",
     **_refusals("linked", "sessions", "tokens"),
 }
 _CONTROL: dict[tuple[State, Role, type[Header]], State] = {
