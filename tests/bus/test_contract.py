@@ -1,24 +1,45 @@
-"""One contract, three ways: the double, the star over memory, the star over TCP."""
+"""One contract, five ways: the double, the star over memory and over TCP, and a broker, plainly and over TLS."""
 
 from __future__ import annotations
 
 import asyncio
+import secrets
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
 
 import pytest
 
 from splitlm.bus.base import Hub, PeerCame, PeerGone, Spoke
 from splitlm.bus.memory import MemoryHub
+from splitlm.bus.rabbitmq import RabbitHub, RabbitSpoke
 from splitlm.bus.star import StarHub, StarSpoke
 from splitlm.core.errors import NetworkError, PeerLostError, ProtocolError
 from splitlm.core.messages import MAX_MESSAGE_BYTES, Stop, Trouble
 from splitlm.link import memory, tcp
 from splitlm.wire.frame import PROTOCOL
 from splitlm.wire.handshake import Claims, Identity
+from tests.bus.server import Broker, access
 
 Join = Callable[[str], Awaitable[Spoke]]
-WORLDS = ("double", "memory", "tcp")
+KINDS = ("double", "memory", "tcp", "amqp", "amqps")
+
+
+@dataclass(frozen=True)
+class World:
+    """Where a contract is tested; ``host`` is what each side sees of the other."""
+
+    kind: str
+    broker: Broker | None = None
+
+    @property
+    def host(self) -> str:
+        return "memory" if self.kind in ("double", "memory") else "127.0.0.1"
+
+
+@pytest.fixture(params=KINDS)
+def kind(request: pytest.FixtureRequest) -> World:
+    return World(request.param, request.getfixturevalue("rabbit") if "amqp" in request.param else None)
 
 
 def note(number: int) -> Trouble:
@@ -31,12 +52,12 @@ def identity(name: str) -> Identity:
 
 
 @asynccontextmanager
-async def world(kind: str) -> AsyncIterator[tuple[Hub, Join]]:
+async def world(at: World) -> AsyncIterator[tuple[Hub, Join]]:
     """A hub and a way to join it; everything is closed, and no task may be left."""
     before = asyncio.all_tasks()
     spokes: list[Spoke] = []
     join: Join
-    if kind == "double":
+    if at.kind == "double":
         double = MemoryHub()
         hub: Hub = double
 
@@ -44,12 +65,21 @@ async def world(kind: str) -> AsyncIterator[tuple[Hub, Join]]:
             spokes.append(double.join(name))
             return spokes[-1]
 
-    elif kind == "memory":
+    elif at.kind == "memory":
         near = memory.MemoryListener(identity("hub"), "control")
         hub = StarHub(near)
 
         async def join(name: str) -> Spoke:
             spokes.append(StarSpoke(await memory.connect(near, identity(name), "control")))
+            return spokes[-1]
+
+    elif at.broker is not None:
+        run_name = secrets.token_hex(4)
+        hub = await RabbitHub.open(*access(at.broker, tls=at.kind == "amqps"), run_name)
+        broker = at.broker
+
+        async def join(name: str) -> Spoke:
+            spokes.append(await RabbitSpoke.open(*access(broker, tls=at.kind == "amqps"), run_name, name))
             return spokes[-1]
 
     else:
@@ -69,7 +99,7 @@ async def world(kind: str) -> AsyncIterator[tuple[Hub, Join]]:
         assert asyncio.all_tasks() == before
 
 
-def run(kind: str, story: Callable[[Hub, Join], Awaitable[None]]) -> None:
+def run(kind: World, story: Callable[[Hub, Join], Awaitable[None]]) -> None:
     async def main() -> None:
         async with asyncio.timeout(30), world(kind) as (hub, join):
             await story(hub, join)
@@ -77,8 +107,7 @@ def run(kind: str, story: Callable[[Hub, Join], Awaitable[None]]) -> None:
     asyncio.run(main())
 
 
-@pytest.mark.parametrize("kind", WORLDS)
-def test_arrival_messages_and_departure_come_in_order(kind: str) -> None:
+def test_arrival_messages_and_departure_come_in_order(kind: World) -> None:
     async def story(hub: Hub, join: Join) -> None:
         spoke = await join("stage 1")
         sent = [note(1), note(2), Stop("enough")]
@@ -98,27 +127,25 @@ def test_arrival_messages_and_departure_come_in_order(kind: str) -> None:
     run(kind, story)
 
 
-@pytest.mark.parametrize("kind", WORLDS)
-def test_the_hub_speaks_to_one_peer_and_knows_where_it_is(kind: str) -> None:
+def test_the_hub_speaks_to_one_peer_and_knows_where_it_is(kind: World) -> None:
     async def story(hub: Hub, join: Join) -> None:
         one, two = await join("one"), await join("two")
         ids = {}
         for _ in range(2):
             peer, event = await hub.receive()
             assert isinstance(event, PeerCame)
-            assert hub.address(peer) == event.host == ("127.0.0.1" if kind == "tcp" else "memory")
+            assert hub.address(peer) == event.host == kind.host
             ids[event.name] = peer
         await hub.send(ids["two"], Stop("for two"))
         await hub.send(ids["one"], Stop("for one"))
         assert await one.receive() == Stop("for one")
         assert await two.receive() == Stop("for two")
-        assert one.hub_host == ("127.0.0.1" if kind == "tcp" else "memory")
+        assert one.hub_host == kind.host
 
     run(kind, story)
 
 
-@pytest.mark.parametrize("kind", WORLDS)
-def test_the_last_words_of_a_closing_hub_arrive(kind: str) -> None:
+def test_the_last_words_of_a_closing_hub_arrive(kind: World) -> None:
     async def story(hub: Hub, join: Join) -> None:
         spoke = await join("one")
         peer, _ = await hub.receive()
@@ -138,8 +165,7 @@ def test_the_last_words_of_a_closing_hub_arrive(kind: str) -> None:
     run(kind, story)
 
 
-@pytest.mark.parametrize("kind", WORLDS)
-def test_nothing_more_is_heard_of_a_dropped_peer(kind: str) -> None:
+def test_nothing_more_is_heard_of_a_dropped_peer(kind: World) -> None:
     async def story(hub: Hub, join: Join) -> None:
         bad, good = await join("bad"), await join("good")
         ids = {}
@@ -161,8 +187,7 @@ def test_nothing_more_is_heard_of_a_dropped_peer(kind: str) -> None:
     run(kind, story)
 
 
-@pytest.mark.parametrize("kind", WORLDS)
-def test_sending_to_one_that_left_or_never_was_is_a_lost_peer(kind: str) -> None:
+def test_sending_to_one_that_left_or_never_was_is_a_lost_peer(kind: World) -> None:
     async def story(hub: Hub, join: Join) -> None:
         spoke = await join("one")
         peer, _ = await hub.receive()
@@ -178,8 +203,7 @@ def test_sending_to_one_that_left_or_never_was_is_a_lost_peer(kind: str) -> None
     run(kind, story)
 
 
-@pytest.mark.parametrize("kind", WORLDS)
-def test_a_message_over_the_limit_is_refused_where_it_is_sent(kind: str) -> None:
+def test_a_message_over_the_limit_is_refused_where_it_is_sent(kind: World) -> None:
     async def story(hub: Hub, join: Join) -> None:
         spoke = await join("one")
         with pytest.raises(ProtocolError, match=str(MAX_MESSAGE_BYTES)):
@@ -193,8 +217,7 @@ def test_a_message_over_the_limit_is_refused_where_it_is_sent(kind: str) -> None
     run(kind, story)
 
 
-@pytest.mark.parametrize("kind", WORLDS)
-def test_a_receive_that_is_cancelled_loses_nothing(kind: str) -> None:
+def test_a_receive_that_is_cancelled_loses_nothing(kind: World) -> None:
     async def story(hub: Hub, join: Join) -> None:
         spoke = await join("one")
         await hub.receive()
@@ -207,8 +230,7 @@ def test_a_receive_that_is_cancelled_loses_nothing(kind: str) -> None:
     run(kind, story)
 
 
-@pytest.mark.parametrize("kind", WORLDS)
-def test_closing_wakes_whoever_waits(kind: str) -> None:
+def test_closing_wakes_whoever_waits(kind: World) -> None:
     async def story(hub: Hub, join: Join) -> None:
         spoke = await join("one")
         await hub.receive()

@@ -1,0 +1,86 @@
+"""Where a broker is, and its refusals in our words."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import ssl
+from dataclasses import dataclass, field
+
+from aio_pika import exceptions as amqp
+
+from splitlm.core.errors import AddressBusyError, NetworkError, PeerMissingError, PeerRefusedError, ProtocolError
+from splitlm.wire.tls import explain
+
+
+@dataclass(frozen=True)
+class Address:
+    """Where a broker is and how it lets us in."""
+
+    host: str
+    port: int
+    username: str = "guest"
+    password: str = field(default="guest", repr=False)
+    virtual_host: str = "/"
+    tls: ssl.SSLContext | None = field(default=None, repr=False)
+
+    def __str__(self) -> str:
+        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+
+
+def refused(error: BaseException, where: Address) -> NetworkError:
+    """The error of ours for a connection that did not come about; the password is in none."""
+    text = " ".join(str(error).split()) or type(error).__name__
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, ssl.SSLError):
+            return explain(cause, str(where))
+        cause = cause.__cause__ or cause.__context__
+    match error:
+        case amqp.ProbableAuthenticationError() | amqp.AuthenticationError():
+            return PeerRefusedError(
+                f"The broker refused the user {where.username!r}",
+                where=str(where),
+                expected="a user name and a password that it knows",
+                remedy="Check rabbit.username and rabbit.password; guest may only come from the broker's own machine",
+            )
+        case amqp.ChannelPreconditionFailed():
+            return AddressBusyError(
+                "Another process uses the queue of this run",
+                where=str(where),
+                expected="one coordinator for each name of a run",
+                remedy="Stop the other one, or choose another name",
+            )
+        case amqp.ConnectionClosed() | amqp.AMQPChannelError():
+            return PeerRefusedError(
+                f"The broker refused the virtual host {where.virtual_host!r} to {where.username!r} ({text})",
+                where=str(where),
+                remedy="Check rabbit.virtual-host, and what this user may do there",
+            )
+        case amqp.IncompatibleProtocolError() | amqp.InvalidFrameError():
+            return ProtocolError(
+                "What listens there is no RabbitMQ broker, or wants TLS",
+                where=str(where),
+                expected="AMQP 0-9-1",
+                remedy="Check rabbit.address and rabbit.port, and rabbit.tls where the broker wants it",
+            )
+        case _:
+            return PeerMissingError(
+                f"The broker cannot be reached ({text})",
+                where=str(where),
+                expected="RabbitMQ to listen there",
+                remedy="Check that it runs, rabbit.address and rabbit.port, and that no firewall is in between",
+            )
+
+
+async def facing(address: Address) -> str:
+    """This machine's address on the way to the broker: what others are to call it by. Nothing is sent."""
+    try:
+        found = await asyncio.get_running_loop().getaddrinfo(address.host, address.port, type=socket.SOCK_DGRAM)
+        with socket.socket(found[0][0], socket.SOCK_DGRAM) as probe:
+            probe.connect(found[0][4])
+            return str(probe.getsockname()[0])
+    except (OSError, UnicodeError) as error:
+        raise PeerMissingError(
+            f"The broker's host cannot be found ({error})", where=str(address), remedy="Check rabbit.address"
+        ) from None
