@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import typer
 
-from splitlm.cli import bench, certs, check, demo, doctor, generate, plan, stage
+from splitlm.cli import bench, certs, check, demo, doctor, generate, plan, stage, train
 from splitlm.cli.console import Console, ReaderGoneError
 from splitlm.cli.interrupts import Interrupts
 from splitlm.cli.verb import verb
@@ -28,6 +28,9 @@ app.command("demo")(verb(demo.demo))
 app.command("plan")(verb(plan.plan))
 app.command("generate")(verb(generate.generate))
 app.command("stage")(verb(stage.stage))
+app.command("train")(verb(train.train))
+app.command("coordinator")(verb(train.coordinator))
+app.command("client")(verb(train.client))
 app.command("certs")(verb(certs.certs))
 app.add_typer(check.app, name="check")
 app.add_typer(bench.app, name="bench")

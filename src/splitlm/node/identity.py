@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import socket
 
 import splitlm
+from splitlm.core.errors import PeerLostError
 from splitlm.model.load import ModelFiles
 from splitlm.model.payload import dtype_name
 from splitlm.model.text import tokenizer_hash
 from splitlm.model.tunable import TunableFiles
 from splitlm.wire.frame import PROTOCOL
 from splitlm.wire.handshake import Claims
+
+PARENT_POLL_S = 0.5
 
 
 def node_name(role: str) -> str:
@@ -28,6 +32,17 @@ def process_of(name: str) -> int:
     """The process id in a name of ``node_name``; 0 where there is none."""
     number = name.rpartition(":")[2]
     return int(number) if number.isascii() and number.isdigit() else 0
+
+
+async def watch_parent(parent: int) -> None:
+    """Where who started this process was killed before it could be joined, nothing would tell but the deadline.
+
+    Raises:
+        PeerLostError: it ended.
+    """
+    while os.getppid() == parent:
+        await asyncio.sleep(PARENT_POLL_S)
+    raise PeerLostError(f"The process {parent} ended, which had started this one")
 
 
 def claims_for(name: str, files: ModelFiles, *, ring: str, place: int, epoch: int) -> Claims:

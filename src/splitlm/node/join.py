@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
 
 from splitlm.bus.base import Spoke
 from splitlm.bus.line import BEATS
@@ -38,7 +37,7 @@ from splitlm.model.load import ModelFiles
 from splitlm.model.runner import Runner
 from splitlm.node.build import BuildSettings, Built, build_node
 from splitlm.node.follower import Follower
-from splitlm.node.identity import claims_for, node_name, stranger
+from splitlm.node.identity import claims_for, node_name, stranger, watch_parent
 from splitlm.node.links import Links, link_stage
 from splitlm.node.serve import serve
 from splitlm.node.settings import StageSettings, silence
@@ -51,7 +50,6 @@ from splitlm.wire.handshake import Identity
 
 GRACE_S = 1.0
 """How long a stage whose neighbour went away waits for the head's word that the ring is over."""
-PARENT_POLL_S = 0.5
 LAST_WORDS_S = 1.0
 RUNNER_S = 5.0
 """How long a leaving stage waits for the step or the load at hand."""
@@ -75,7 +73,7 @@ async def run_stage(settings: StageSettings) -> None:
     settings.say(f"joining the head at {describe(settings.head)}")
     try:
         async with asyncio.TaskGroup() as group:
-            orphaned = group.create_task(_watch_parent(settings.parent)) if settings.parent else None
+            orphaned = group.create_task(watch_parent(settings.parent)) if settings.parent else None
             wait = settings.deadline_s
             channel = await tcp.connect(
                 *settings.head, identity, "control", deadline_s=wait, who="the head", tls=outward
@@ -90,13 +88,6 @@ async def run_stage(settings: StageSettings) -> None:
                 await spoke.close()
     except* SplitlmError as errors:
         raise first_error(errors) from None
-
-
-async def _watch_parent(parent: int) -> None:
-    """Where the head was killed before this stage could join it, nothing would tell it so but the deadline."""
-    while os.getppid() == parent:
-        await asyncio.sleep(PARENT_POLL_S)
-    raise PeerLostError(f"The head's process {parent} ended, which had started this stage")
 
 
 class _Member:

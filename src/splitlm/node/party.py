@@ -12,6 +12,7 @@ from pathlib import Path
 import msgspec
 
 from splitlm.bus.base import Spoke
+from splitlm.bus.star import StarSpoke
 from splitlm.core import messages, training
 from splitlm.core.config import RunConfig, read
 from splitlm.core.errors import NetworkError, PeerLostError, ProtocolError, SplitlmError
@@ -22,11 +23,15 @@ from splitlm.finetune.data import Rows
 from splitlm.finetune.engine import Engine
 from splitlm.finetune.plane import Neighbour, Plane
 from splitlm.finetune.recipe import OwnerData, Recipe, Resolve, model_folder, open_recipe, read_rows
+from splitlm.link import tcp
 from splitlm.model.runner import Runner
-from splitlm.node.identity import node_name
+from splitlm.node.identity import node_name, stranger, watch_parent
 from splitlm.node.partylinks import LinkSettings, PartyLinks
 from splitlm.node.tuning import Tuning
+from splitlm.wire.handshake import Identity
 
+CTRL_TIMEOUT_S = 10.0
+"""Who says nothing for so long is lost; everyone says something every third of it."""
 _log = logging.getLogger("splitlm.train")
 
 
@@ -57,6 +62,35 @@ class PartySettings:
     folder: Path | None = None
     dtype: str = "float32"
     say: Callable[[str], None] = lambda _: None
+
+
+async def join_run(settings: PartySettings, coordinator: tuple[str, int], parent: int = 0) -> None:
+    """Join a coordinator over TCP, and take part in its run; see ``run_party``.
+
+    Args:
+        settings: what the user says.
+        coordinator: its address.
+        parent: the process that started this one for its own run, which has no use without it; 0 for none.
+
+    Raises:
+        PeerMissingError: the coordinator did not answer in time. Otherwise as ``run_party``.
+    """
+    identity = Identity(stranger(node_name(settings.role)), settings.links.token)
+    try:
+        async with asyncio.TaskGroup() as group:
+            orphaned = group.create_task(watch_parent(parent)) if parent else None
+            channel = await tcp.connect(
+                *coordinator, identity, "control", deadline_s=settings.links.deadline_s, who="the coordinator"
+            )
+            if orphaned is not None:
+                orphaned.cancel()  # from here on the channel ends with it
+            spoke = StarSpoke(channel, heartbeat_s=CTRL_TIMEOUT_S / 3, timeout_s=CTRL_TIMEOUT_S)
+            try:
+                await run_party(settings, spoke)
+            finally:
+                await spoke.close()
+    except* SplitlmError as errors:
+        raise first_error(errors) from None
 
 
 async def run_party(settings: PartySettings, spoke: Spoke, runner: Runner | None = None) -> None:

@@ -23,20 +23,23 @@ TAIL_BYTES = 8192
 
 
 class StageProcess:
-    """One ``splitlm stage --join`` child; its output goes to a file.
+    """One child of a verb of ours (``stage --join``, ``client --join``); its output goes to a file.
 
     Args:
-        arguments: of ``splitlm stage``.
+        arguments: of the verb.
         log: where its output goes; None keeps it in a file without a name, which is gone with the last process that
             has it open, however that ends.
         environment: added to this process's own.
+        verb: what it does.
 
     Raises:
         UsageError: the log cannot be written.
         NetworkError: the process cannot be started.
     """
 
-    def __init__(self, arguments: Sequence[str], *, log: Path | None, environment: Mapping[str, str]) -> None:
+    def __init__(
+        self, arguments: Sequence[str], *, log: Path | None, environment: Mapping[str, str], verb: str = "stage"
+    ) -> None:
         self.log = log
         try:
             self._output: IO[bytes] = log.open("ab+") if log else tempfile.TemporaryFile()  # noqa: SIM115 - ``end`` closes
@@ -49,7 +52,7 @@ class StageProcess:
         try:
             # A group of its own: Ctrl-C in the terminal reaches the head alone, which then stops the stages in order.
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "splitlm", "stage", *arguments],
+                [sys.executable, "-m", "splitlm", verb, *arguments],
                 stdin=subprocess.DEVNULL,
                 stdout=self._output,
                 stderr=subprocess.STDOUT,

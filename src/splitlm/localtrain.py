@@ -1,0 +1,123 @@
+"""A whole training run as processes on this machine: the coordinator here, every party as a child."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import secrets
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from splitlm.bus.star import StarHub
+from splitlm.core.errors import SplitlmError
+from splitlm.link import tcp
+from splitlm.node.identity import node_name, stranger
+from splitlm.node.party import CTRL_TIMEOUT_S
+from splitlm.node.processes import StageProcess, end_all
+from splitlm.node.trainlead import LeadSettings, lead
+from splitlm.wire.handshake import Identity
+
+
+@dataclass(frozen=True)
+class LocalSettings:
+    """How the parties of a local run are started.
+
+    Attributes:
+        config: the file of settings, which each party reads for itself.
+        changes: ``--set`` arguments.
+        logs: folder of their logs, or None.
+        threads: intra-op threads of each party.
+    """
+
+    config: Path
+    changes: Sequence[str] = ()
+    logs: Path | None = None
+    threads: int = 1
+
+
+async def coordinate(
+    settings: LeadSettings, listen: tuple[str, int], opened: Callable[[int], None] = lambda _: None
+) -> None:
+    """Be the coordinator of a run whose parties come over TCP.
+
+    Args:
+        settings: of the run.
+        listen: address of the control port; port 0 takes a free one.
+        opened: told the port.
+
+    Raises:
+        SplitlmError: the run ended early; see ``lead``.
+    """
+    identity = Identity(stranger(node_name("coordinator")), settings.token)
+    listener = await tcp.listen(*listen, identity, "control", expect_peer="a party")
+    hub = StarHub(listener, heartbeat_s=CTRL_TIMEOUT_S / 3, timeout_s=CTRL_TIMEOUT_S)
+    try:
+        opened(listener.port)
+        await lead(settings, hub)
+    finally:
+        await hub.close()
+
+
+def train_here(settings: LeadSettings, local: LocalSettings) -> None:
+    """Run everything on this machine, until it is done.
+
+    Raises:
+        SplitlmError: the run ended early, or a party could not be started.
+    """
+    asyncio.run(_train_here(replace(settings, token=settings.token or secrets.token_hex(16)), local))
+
+
+async def _train_here(settings: LeadSettings, local: LocalSettings) -> None:
+    children: list[StageProcess] = []
+    failed: asyncio.Future[SplitlmError] = asyncio.get_running_loop().create_future()
+
+    def opened(port: int) -> None:
+        try:
+            children.extend(_start(settings, local, port))
+        except SplitlmError as error:
+            failed.set_result(error)
+
+    work = asyncio.create_task(coordinate(settings, ("127.0.0.1", 0), opened))
+    watch = asyncio.create_task(_early_end(children))
+    try:
+        await asyncio.wait({work, watch, failed}, return_when=asyncio.FIRST_COMPLETED)
+        if failed.done():
+            raise failed.result()
+        if not work.done() and (error := watch.result()) is not None:
+            raise error
+        await work
+    finally:
+        for task in (work, watch):
+            task.cancel()
+        await asyncio.gather(work, watch, return_exceptions=True)
+        await asyncio.to_thread(end_all, children)
+
+
+async def _early_end(children: Sequence[StageProcess]) -> SplitlmError | None:
+    """The first party that fails before any has said a word to the coordinator: nobody else would tell."""
+    while True:
+        await asyncio.sleep(0.2)
+        for child in children:
+            if child.exit_code not in (None, 0) and (error := child.failure()) is not None:
+                await asyncio.sleep(1.0)  # where the coordinator heard of it, it ends the run, or goes on without
+                return error
+
+
+def _start(settings: LeadSettings, local: LocalSettings, port: int) -> list[StageProcess]:
+    environment = {"SPLITLM_TOKEN": settings.token, "OMP_WAIT_POLICY": "PASSIVE"}
+    started: list[StageProcess] = []
+    server = settings.config.server
+    roles = [("owner", 1, i) for i in range(server.owners)] + [("worker", 2, i) for i in range(server.workers)]
+    try:
+        for role, layer, number in roles:
+            arguments = [str(local.config), "--layer-id", str(layer), "--join", f"127.0.0.1:{port}"]
+            arguments += ["--threads", str(local.threads), "--parent", str(os.getpid())]
+            for change in local.changes:
+                arguments += ["--set", change]
+            log = local.logs / f"{role}-{number}.log" if local.logs else None
+            started.append(StageProcess(arguments, log=log, environment=environment, verb="client"))
+    except BaseException:
+        end_all(started, grace=0)
+        raise
+    return started
