@@ -8,6 +8,7 @@ import secrets
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from splitlm.bus.star import StarHub
 from splitlm.core.errors import SplitlmError
@@ -80,8 +81,9 @@ async def _train_here(settings: LeadSettings, local: LocalSettings) -> None:
 
     work = asyncio.create_task(coordinate(settings, ("127.0.0.1", 0), opened))
     watch = asyncio.create_task(_early_end(children))
+    all_: set[asyncio.Future[Any]] = {work, watch, failed}
     try:
-        await asyncio.wait({work, watch, failed}, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait(all_, return_when=asyncio.FIRST_COMPLETED)
         if failed.done():
             raise failed.result()
         if not work.done() and (error := watch.result()) is not None:

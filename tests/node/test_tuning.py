@@ -13,7 +13,8 @@ import pytest
 import torch
 
 from splitlm.bus.memory import MemoryHub
-from splitlm.coordinator.training import Orders, Training
+from splitlm.coordinator.orders import Orders
+from splitlm.coordinator.training import Training
 from splitlm.core.config import RunConfig, read, resolved
 from splitlm.core.errors import SplitlmError
 from splitlm.finetune.batch import Microbatch

@@ -70,3 +70,11 @@ class Members:
     def drop(self, member: Member) -> None:
         """It is gone."""
         self._of.pop(member.peer, None)
+
+
+class Lost(Exception):
+    """A party was lost; what was being waited for may never come."""
+
+    def __init__(self, member: Member, reason: str) -> None:
+        super().__init__(reason)
+        self.member, self.reason = member, reason

@@ -8,93 +8,19 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 from splitlm.bus.base import Hub, PeerCame, PeerGone
-from splitlm.coordinator.members import Member, Members, Who
+from splitlm.coordinator.attempt import REASON, Attempt
+from splitlm.coordinator.members import Lost, Member, Members, Who
+from splitlm.coordinator.orders import Aggregator, Orders, Standing
 from splitlm.core import messages, training
-from splitlm.core.barrier import Event, Leader, step
 from splitlm.core.errors import NetworkError, PeerLostError, PeerMissingError, ProtocolError, SplitlmError
 from splitlm.core.errors import from_exit_code as reported
-from splitlm.core.shape import Role, Shape
+from splitlm.core.shape import Role
 
 TRIES = 3
 """Attempts at a window with the same parties."""
-REASON = 1500
-"""Characters of a reason that travel."""
-
-
-class Aggregator(Protocol):
-    """Who averages; it holds the tensors that this room does not."""
-
-    async def begin(self, round_: int, members: list[Who]) -> None:
-        """A round's states are about to come from these."""
-        ...
-
-    async def without(self, who: Who) -> None:
-        """This one is lost: wait for it no longer."""
-        ...
-
-    async def complete(self, round_: int, saved: dict[Who, training.Saved]) -> None:
-        """Everyone has the round's average: write what is to be kept."""
-        ...
-
-
-@dataclass(frozen=True)
-class Orders:
-    """What is to be run.
-
-    Attributes:
-        shape: a row of the table.
-        owners: how many.
-        workers: how many.
-        rounds: how many, from ``first`` on.
-        settings: of the run, for every party.
-        run: its number, to be claimed on links.
-        classes: of a classifier's head.
-        aggregator: where states go.
-        first: the round to begin with.
-        resume: the last complete round, or −1.
-        deadline_s: how long to wait for parties.
-        timeout_s: how long a window may stand still.
-        validate: whether owners validate before each round's average.
-    """
-
-    shape: Shape
-    owners: int
-    workers: int
-    rounds: int
-    settings: dict[str, object]
-    run: str
-    classes: int = 0
-    aggregator: tuple[str, int] = ("", 0)
-    first: int = 0
-    resume: int = -1
-    deadline_s: float = 60.0
-    timeout_s: float = 120.0
-    validate: bool = False
-
-
-@dataclass
-class Standing:
-    """What is known of the round at hand, for the log and the closing summary."""
-
-    round: int = 0
-    window: int = 0
-    windows: int = 0
-    repeated: int = 0
-    loss: float = 0.0
-    items: int = 0
-    notified: dict[Who, training.Notify] = field(default_factory=dict)
-
-
-class Lost(Exception):
-    """A party was lost; what was being waited for may never come."""
-
-    def __init__(self, member: Member, reason: str) -> None:
-        super().__init__(reason)
-        self.member, self.reason = member, reason
 
 
 class Training:
@@ -117,15 +43,20 @@ class Training:
         say: Callable[[str], None] = lambda _: None,
         record: Callable[[str, dict[str, Any]], None] = lambda _, __: None,
     ) -> None:
-        self._hub, self._orders, self._aggregator = hub, orders, aggregator
-        self._say, self._record = say, record
+        self._hub, self.orders, self._aggregator = hub, orders, aggregator
+        self.say, self._record = say, record
         self.members = Members()
         self.standing = Standing()
         self._seq = 0
-        self._speeds: dict[int, float] = {}
+        self.speeds: dict[int, float] = {}
         self._classes = orders.classes
         self.begun: Callable[[int], None] = lambda _: None
         """Told the number of classes once all parties are here."""
+
+    def next_seq(self) -> int:
+        """The number of a new barrier."""
+        self._seq += 1
+        return self._seq
 
     async def run(self) -> None:
         """Gather the parties, train, and let them go.
@@ -140,7 +71,7 @@ class Training:
             await self._gather()
             self.begun(self._classes)
             await self._begin()
-            for number in range(self._orders.first, self._orders.rounds):
+            for number in range(self.orders.first, self.orders.rounds):
                 await self._round(number)
         except SplitlmError as error:
             reason = str(error)
@@ -153,9 +84,9 @@ class Training:
             await self._tell(member, messages.Stop(reason[:REASON]))
 
     async def _tell(self, member: Member, message: messages.Message) -> None:
-        """Say something to a party; one that is gone is heard of by ``_hear``."""
+        """Say something to a party; one that is gone is heard of by ``hear``."""
         try:
-            async with asyncio.timeout(self._orders.timeout_s):
+            async with asyncio.timeout(self.orders.timeout_s):
                 await self._hub.send(member.peer, message)
         except PeerLostError:
             return
@@ -163,11 +94,12 @@ class Training:
             await self._hub.drop(member.peer)
             raise Lost(member, "it took no message in time") from None
 
-    async def _tell_all(self, message: messages.Message) -> None:
+    async def tell_all(self, message: messages.Message) -> None:
+        """Say something to every party that is left."""
         for member in self.members:
             await self._tell(member, message)
 
-    async def _hear(self, deadline_s: float, awaited: str) -> tuple[Member, Any]:
+    async def hear(self, deadline_s: float, awaited: str) -> tuple[Member, Any]:
         """The next message of a party.
 
         Raises:
@@ -198,7 +130,7 @@ class Training:
             raise PeerMissingError(f"The coordinator waited {deadline_s:g} s for {awaited}") from None
 
     async def _register(self, peer: str, said: training.Register) -> Member | None:
-        limit = self._orders.owners if said.role == "owner" else self._orders.workers
+        limit = self.orders.owners if said.role == "owner" else self.orders.workers
         taken = {member.who[1] for member in self.members.of(said.role)}
         free = [number for number in range(limit) if number not in taken]
         if not free or self._seq or self.standing.windows:
@@ -211,23 +143,23 @@ class Training:
             return None
         member = self.members.add(peer, (said.role, free[0]), said.name, said.weight)
         self._classes = max(self._classes, said.classes)
-        self._say(f"{member} is here")
+        self.say(f"{member} is here")
         return member
 
     async def _gather(self) -> None:
         """Wait for as many owners and workers as the run has. One that goes again before it began may be replaced."""
-        wanted: dict[Role, int] = {"owner": self._orders.owners, "worker": self._orders.workers}
+        wanted: dict[Role, int] = {"owner": self.orders.owners, "worker": self.orders.workers}
         while missing := {r: n - len(self.members.of(r)) for r, n in wanted.items() if n > len(self.members.of(r))}:
             names = " and ".join(f"{n} {role}{'s' * (n > 1)}" for role, n in missing.items())
             try:
-                await self._hear(self._orders.deadline_s, f"{names} to register")
+                await self.hear(self.orders.deadline_s, f"{names} to register")
             except Lost as lost:
-                self._say(f"{lost.member} left: {lost.reason}")
+                self.say(f"{lost.member} left: {lost.reason}")
                 self.members.drop(lost.member)
 
     async def _begin(self) -> None:
         """Everyone builds its parts, and links to the others. Who is lost here ends the run: nothing has begun."""
-        orders = self._orders
+        orders = self.orders
         try:
             for member in self.members:
                 start = training.Start(
@@ -251,7 +183,7 @@ class Training:
 
     async def _loaded(self, member: Member, said: training.Loaded) -> None:
         member.loaded = said
-        self._say(f"{member}: {said.parameters} parameters" + (f", {said.rows} rows" * (member.who[0] == "owner")))
+        self.say(f"{member}: {said.parameters} parameters" + (f", {said.rows} rows" * (member.who[0] == "owner")))
 
     async def _introduce(self) -> None:
         workers = [
@@ -264,7 +196,7 @@ class Training:
             )
             for m in self.members.of("worker")
         ]
-        await self._tell_all(training.Peers([m.who[1] for m in self.members.of("owner")], workers))
+        await self.tell_all(training.Peers([m.who[1] for m in self.members.of("owner")], workers))
         await self._await_all(training.Linked, "its links")
 
     async def _await_all(
@@ -282,7 +214,7 @@ class Training:
         waiting = {member.node for member in self.members}
         while waiting:
             names = ", ".join(str(m) for m in self.members if m.node in waiting)
-            member, said = await self._hear(self._orders.timeout_s, f"{names} to report {awaited}")
+            member, said = await self.hear(self.orders.timeout_s, f"{names} to report {awaited}")
             if not isinstance(said, kind):
                 raise ProtocolError(f"{member} sent {type(said).__name__}", expected=kind.__name__)
             waiting.discard(member.node)
@@ -291,11 +223,11 @@ class Training:
 
     async def _round(self, number: int) -> None:
         self.standing = Standing(round=number)
-        await self._tell_all(training.Round(number, self._orders.validate))
-        if self._orders.shape.agreed:
+        await self.tell_all(training.Round(number, self.orders.validate))
+        if self.orders.shape.agreed:
             while await self._window():
                 self.standing.window += 1
-            await self._tell_all(training.Over(number))
+            await self.tell_all(training.Over(number))
         await self._notified()
         await self._average()
 
@@ -304,17 +236,15 @@ class Training:
         while waiting := [m for m in self.members.of("owner") if m.who not in self.standing.notified]:
             names = ", ".join(map(str, waiting))
             try:
-                member, said = await self._hear(
-                    self._orders.timeout_s, f"{names} to finish round {self.standing.round}"
-                )
+                member, said = await self.hear(self.orders.timeout_s, f"{names} to finish round {self.standing.round}")
             except Lost as lost:
-                await self._without(lost)
+                await self.without(lost)
                 continue
             match said:
                 case training.Notify():
                     self.standing.notified[member.who] = said
                 case training.Stepped():
-                    self._stepped(member, said)
+                    self.stepped(member, said)
                 case training.Failed(code=code, text=text):
                     raise reported(code, f"{member}: {text}")
                 case other:
@@ -323,14 +253,14 @@ class Training:
     async def _average(self) -> None:
         number = self.standing.round
         await self._aggregator.begin(number, [member.who for member in self.members])
-        await self._tell_all(training.Gather(number))
+        await self.tell_all(training.Gather(number))
         saved: dict[Who, training.Saved] = {}
         while waiting := [m for m in self.members if m.who not in saved]:
             names = ", ".join(map(str, waiting))
             try:
-                member, said = await self._hear(self._orders.timeout_s, f"{names} to take the average")
+                member, said = await self.hear(self.orders.timeout_s, f"{names} to take the average")
             except Lost as lost:
-                await self._without(lost)
+                await self.without(lost)
                 continue
             match said:
                 case training.Saved():
@@ -354,7 +284,7 @@ class Training:
             row["accuracy"] = sum(n.correct for n in told) / sum(n.counted for n in told)
         self._record("round", row)
 
-    async def _without(self, lost: Lost) -> None:
+    async def without(self, lost: Lost) -> None:
         """Go on without a party.
 
         Raises:
@@ -365,7 +295,7 @@ class Training:
         await self._hub.drop(member.peer)
         await self._aggregator.without(member.who)
         left = len(self.members.of(member.who[0]))
-        self._say(f"{member} was lost ({lost.reason.rstrip('. ')}); {left} left")
+        self.say(f"{member} was lost ({lost.reason.rstrip('. ')}); {left} left")
         self._record("lost", {"party": f"{member.who[0]} {member.who[1]}", "reason": lost.reason})
         if not left:
             raise PeerLostError(
@@ -377,7 +307,7 @@ class Training:
         """One window, done again until it is stepped; False when no owner had anything left."""
         tries = 0
         while True:
-            outcome = await _Attempt(self).run()
+            outcome = await Attempt(self).run()
             if outcome in ("stepped", "over"):
                 self.standing.windows += outcome == "stepped"
                 return outcome == "stepped"
@@ -389,11 +319,12 @@ class Training:
                     remedy="Look at the parties' logs",
                 )
 
-    def _stepped(self, member: Member, said: training.Stepped) -> None:
+    def stepped(self, member: Member, said: training.Stepped) -> None:
+        """A party stepped: keep what its window was like."""
         self.standing.loss += said.loss
         self.standing.items += said.items
         if said.tokens_per_s > 0 and member.who[0] == "worker":
-            self._speeds[member.who[1]] = said.tokens_per_s
+            self.speeds[member.who[1]] = said.tokens_per_s
         row = {
             "round": self.standing.round,
             "window": self.standing.window,
@@ -404,112 +335,3 @@ class Training:
             "grad_norm": said.norm,
         }
         self._record("window", row)
-
-
-class _Attempt:
-    """One barrier of one window."""
-
-    def __init__(self, training_: Training) -> None:
-        self._of = training_
-        self._of._seq += 1
-        self.seq = training_._seq
-        nodes = frozenset(member.node for member in training_.members)
-        self._leader = Leader(nodes, seq=self.seq - 1)
-        self._plans: dict[Who, training.Plan] = {}
-        self._opened = False
-        self._outcome = ""
-        self._reason = ""
-        self._left = 0
-
-    async def run(self) -> str:
-        """``stepped``; ``over`` (nothing was left); ``again``; or ``without``: again, with fewer parties."""
-        run, standing = self._of, self._of.standing
-        await self._on(Event("begin", self.seq, 0))
-        while not self._outcome:
-            waiting = ", ".join(str(m) for m in run.members if m.node in self._leader.waiting)
-            try:
-                awaited = f"{waiting} in window {standing.window} of round {standing.round}"
-                member, said = await run._hear(run._orders.timeout_s, awaited)
-                await self._take(member, said)
-            except Lost as lost:
-                await self._lost(lost)
-        return self._outcome
-
-    async def _lost(self, lost: Lost) -> None:
-        self._left += 1
-        node, committing = lost.member.node, self._leader.where == "committing"
-        await self._of._without(lost)
-        if committing:  # it may have stepped, or not; nobody asks it any more
-            if node in self._leader.waiting:
-                await self._on(Event("DONE", self.seq, 0, node))
-        else:
-            await self._on(Event("NACK", self.seq, 0, node, f"{lost.member} was lost"))
-
-    async def _take(self, member: Member, said: Any) -> None:
-        run = self._of
-        match said:
-            case training.Plan(seq=self.seq) if member.who[0] == "owner":
-                self._check_plan(member, said)
-                self._plans[member.who] = said
-                await self._open()
-            case messages.Prepared(seq=seq):
-                await self._on(Event("READY", seq, 0, member.node))
-            case messages.Nack(seq=seq, reason=reason):
-                await self._on(Event("NACK", seq, 0, member.node, reason))
-            case messages.Done(seq=seq):
-                await self._on(Event("DONE", seq, 0, member.node))
-            case training.Stepped(seq=self.seq):
-                run._stepped(member, said)
-            case training.Failed(text=text, suspect=suspect, seq=self.seq) if suspect is not None:
-                blamed = run.members.by_who(suspect)
-                if blamed is not None:
-                    await self._lost(Lost(blamed, f"{member} cannot reach it: {text}"))
-            case training.Failed(seq=seq) | training.Plan(seq=seq) | training.Stepped(seq=seq) if seq < self.seq:
-                return  # of an attempt that is over
-            case training.Failed(code=code, text=text):
-                raise reported(code, f"{member}: {text}")
-            case other:
-                raise ProtocolError(f"{member} sent {type(other).__name__} in a window", expected="Plan, READY or DONE")
-
-    def _check_plan(self, member: Member, plan: training.Plan) -> None:
-        workers = {m.who[1] for m in self._of.members.of("worker")}
-        if not set(plan.assign) <= workers or plan.items < 0:
-            raise ProtocolError(f"{member} planned work for workers {plan.assign}", expected=f"some of {workers}")
-
-    async def _open(self) -> None:
-        owners = self._of.members.of("owner")
-        if self._opened or any(owner.who not in self._plans for owner in owners):
-            return
-        self._opened = True
-        shares = [training.Share(m.who[1], self._plans[m.who].assign, self._plans[m.who].items) for m in owners]
-        if not any(share.assign for share in shares):
-            self._outcome = "over"
-            await self._of._tell_all(messages.Abort(self.seq, ""))
-            return
-        await self._of._tell_all(training.Opened(self.seq, shares))
-
-    async def _on(self, event: Event) -> None:
-        """Step the table, and do what it asks for."""
-        self._leader, actions = step(self._leader, event)
-        run, standing = self._of, self._of.standing
-        for action in actions:
-            match action.does:
-                case "say PREPARE":
-                    workers = [m.who[1] for m in run.members.of("worker")]
-                    speeds, run._speeds = run._speeds, {}
-                    await run._tell_all(training.Window(self.seq, standing.round, standing.window, workers, speeds))
-                case "say COMMIT":
-                    await run._tell_all(messages.Commit(self.seq, 0))
-                case "say ABORT":
-                    self._reason = action.reason
-                    await run._tell_all(messages.Abort(self.seq, action.reason[:REASON]))
-                    await self._on(Event("told", self.seq))
-                case "report aborted":
-                    self._outcome = "without" if self._left else "again"
-                    run._say(f"window {standing.window} of round {standing.round} is done again: {self._reason}")
-                case "report committed":
-                    self._outcome = "stepped"
-                case "stop: violation":
-                    raise ProtocolError(action.reason)
-                case _:
-                    pass  # timers: _hear has its own

@@ -14,7 +14,8 @@ import torch
 import splitlm
 from splitlm.bus.base import Hub
 from splitlm.coordinator.members import Who
-from splitlm.coordinator.training import Orders, Training
+from splitlm.coordinator.orders import Orders
+from splitlm.coordinator.training import Training
 from splitlm.core import training
 from splitlm.core.config import RunConfig, resolved
 from splitlm.core.errors import SplitlmError
@@ -116,8 +117,9 @@ async def lead(settings: LeadSettings, hub: Hub) -> Training:
     training_ = Training(hub, orders, states, say=settings.say, record=settings.record)
     training_.begun = lambda classes: setattr(keeper, "classes", classes)
     work = asyncio.create_task(training_.run())
+    both: set[asyncio.Future[Any]] = {work, failure}
     try:
-        await asyncio.wait({work, failure}, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
         if failure.done():
             work.cancel()
             await asyncio.gather(work, return_exceptions=True)
