@@ -7,8 +7,6 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
-
 from splitlm.bus.base import Spoke
 from splitlm.core import messages, training
 from splitlm.core.barrier import Event, Follower, step
@@ -18,10 +16,11 @@ from splitlm.finetune.engine import Engine, WindowPlan
 from splitlm.finetune.party import Party
 from splitlm.finetune.plane import Neighbour, Plane
 from splitlm.finetune.recipe import OwnerData, Recipe
-from splitlm.finetune.transfer import State, receive_state, send_state
+from splitlm.finetune.transfer import State
 from splitlm.finetune.window import WindowScale
 from splitlm.model.runner import Runner
 from splitlm.model.tuned import load_into
+from splitlm.node.states import States
 from splitlm.planner.routing import SmoothWRR, Speeds
 from splitlm.wire.channel import Channel
 
@@ -58,9 +57,7 @@ class Tuning:
         self._follower = Follower()
         self._open: _Open | None = None
         self._work: asyncio.Task[None] | None = None
-        self._state: Channel | None = None
-        self._states: asyncio.Queue[State | NetworkError] = asyncio.Queue()
-        self._reader: asyncio.Task[None] | None = None
+        self._states: States | None = None
         self._round, self._validate = 0, False
         self._batches: list[Microbatch] = []
         self._at = 0
@@ -76,8 +73,7 @@ class Tuning:
 
     def linked(self, peers: training.Peers, state: Channel) -> None:
         """All links are up."""
-        self._state = state
-        self._reader = asyncio.create_task(self._read(state))
+        self._states = States(state)
         weights = {peer.worker: peer.weight for peer in peers.workers}
         self._speeds, self._turns = Speeds(weights), SmoothWRR(weights)
 
@@ -90,10 +86,22 @@ class Tuning:
 
     async def close(self) -> None:
         """Leave nothing running."""
-        for task in (self._work, self._reader):
-            if task is not None:
-                task.cancel()
-                await asyncio.gather(task, return_exceptions=True)
+        if self._work is not None:
+            self._work.cancel()
+            await asyncio.gather(self._work, return_exceptions=True)
+        if self._states is not None:
+            await self._states.close()
+
+    @property
+    def states(self) -> States:
+        """The way to the aggregator.
+
+        Raises:
+            ProtocolError: there is none yet.
+        """
+        if self._states is None:
+            raise ProtocolError("There is no link to the aggregator", expected="Peers first")
+        return self._states
 
     async def hear(self, said: messages.Message) -> None:
         """One message of the coordinator.
@@ -227,8 +235,7 @@ class Tuning:
     async def _reduce(self, seq: int) -> None:
         """Workers sum their gradients, so that all of them take the same step."""
         window = self._party.window
-        total = await self._exchange(State("gradient", self._round, seq, 0, window.sum.total), None)
-        window.sum.total = total
+        window.sum.total = await self.states.exchange(State("gradient", self._round, seq, 0, window.sum.total))
 
     async def _step(self, seq: int) -> None:
         """COMMIT: step, if there was any work here."""
@@ -287,31 +294,9 @@ class Tuning:
         if party.role == "worker" and not self._recipe.shape.agreed:
             self._samples = await self._runner.run(party.counted)
         tensors = {name: p.detach() for name, p in party.parameters.items()}
-        mean = await self._exchange(State("update", number, 0, self._samples, tensors), tensors)
+        mean = await self.states.exchange(State("update", number, 0, self._samples, tensors))
         await self._runner.run(load_into, party.parameters, mean)
         await self._spoke.send(training.Saved(number))
-
-    async def _exchange(self, state: State, like: dict[str, torch.Tensor] | None) -> dict[str, torch.Tensor]:
-        if self._state is None:
-            raise ProtocolError("There is no link to the aggregator", expected="Peers first")
-        await send_state(self._state, state)
-        wanted = "model" if state.what == "update" else state.what
-        while True:
-            came = await self._states.get()
-            if isinstance(came, NetworkError):
-                raise came
-            if (came.what, came.round, came.window) == (wanted, state.round, state.window):
-                break
-        if like is not None and came.tensors.keys() != like.keys():
-            raise ProtocolError("The average has other tensors than this party", expected="the same")
-        return came.tensors
-
-    async def _read(self, channel: Channel) -> None:
-        try:
-            while True:
-                await self._states.put(await receive_state(channel))
-        except NetworkError as error:
-            await self._states.put(error)
 
     async def _alone(self) -> None:
         """An owner's round where nothing is agreed: its windows one after the other."""
