@@ -85,6 +85,7 @@ class Room:
                     batches=of[who[1]] if mine else (),
                     assign=assign[who[1]] if mine else (),
                     credit=2,
+                    inflight=2,
                 )
                 group.create_task(engine.window(plan))
         for party in self.parties.values():

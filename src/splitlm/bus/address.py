@@ -31,10 +31,12 @@ class Address:
 def refused(error: BaseException, where: Address) -> NetworkError:
     """The error of ours for a connection that did not come about; the password is in none."""
     text = " ".join(str(error).split()) or type(error).__name__
+    chain: list[BaseException] = []
     cause: BaseException | None = error
-    while cause is not None:
+    while cause is not None and cause not in chain:  # the library makes circles
         if isinstance(cause, ssl.SSLError):
             return explain(cause, str(where))
+        chain.append(cause)
         cause = cause.__cause__ or cause.__context__
     match error:
         case amqp.ProbableAuthenticationError() | amqp.AuthenticationError():
@@ -51,19 +53,19 @@ def refused(error: BaseException, where: Address) -> NetworkError:
                 expected="one coordinator for each name of a run",
                 remedy="Stop the other one, or choose another name",
             )
-        case amqp.ConnectionClosed() | amqp.AMQPChannelError():
+        case amqp.InvalidFrameError() if "Connection.Close" not in text:  # else its answer to the virtual host
+            return _no_broker(where)
+        case amqp.ConnectionClosed() | amqp.AMQPChannelError() | amqp.InvalidFrameError():
             return PeerRefusedError(
-                f"The broker refused the virtual host {where.virtual_host!r} to {where.username!r} ({text})",
+                f"The broker refused the virtual host {where.virtual_host!r} to {where.username!r}",
                 where=str(where),
+                expected="one that it has, and where this user may make queues",
                 remedy="Check rabbit.virtual-host, and what this user may do there",
             )
-        case amqp.IncompatibleProtocolError() | amqp.InvalidFrameError():
-            return ProtocolError(
-                "What listens there is no RabbitMQ broker, or wants TLS",
-                where=str(where),
-                expected="AMQP 0-9-1",
-                remedy="Check rabbit.address and rabbit.port, and rabbit.tls where the broker wants it",
-            )
+        case amqp.IncompatibleProtocolError() | amqp.ProtocolSyntaxError():
+            return _no_broker(where)
+        case amqp.AMQPConnectionError() if "reset" in text or "closed" in text:  # it was there, and hung up
+            return _no_broker(where)
         case _:
             return PeerMissingError(
                 f"The broker cannot be reached ({text})",
@@ -71,6 +73,15 @@ def refused(error: BaseException, where: Address) -> NetworkError:
                 expected="RabbitMQ to listen there",
                 remedy="Check that it runs, rabbit.address and rabbit.port, and that no firewall is in between",
             )
+
+
+def _no_broker(where: Address) -> ProtocolError:
+    return ProtocolError(
+        "What listens there is no RabbitMQ broker, or wants TLS",
+        where=str(where),
+        expected="AMQP 0-9-1",
+        remedy="Check rabbit.address and rabbit.port, and rabbit.tls where the broker wants it",
+    )
 
 
 async def facing(address: Address) -> str:

@@ -169,7 +169,7 @@ class RabbitSpoke:
     async def _tend(self) -> None:
         """Tell the hub that we live, and notice when it does not."""
         while self._error is None:
-            await asyncio.sleep(self._heartbeat_s / 2)
+            await asyncio.sleep(min(self._heartbeat_s / 2, self._timeout_s / 4))
             now = self._loop.time()
             if not self._broker.up:
                 continue

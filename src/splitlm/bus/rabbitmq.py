@@ -211,15 +211,15 @@ class RabbitHub:
     async def _tend(self) -> None:
         """Tell peers that we live, and find those that do not."""
         while True:
-            await asyncio.sleep(self._heartbeat_s / 2)
+            await asyncio.sleep(min(self._heartbeat_s / 2, self._timeout_s / 4))
             if not self._broker.up:
                 continue
             now = self._loop.time()
             for peer in [peer for peer in self._peers.values() if not peer.gone]:
                 silent_s = peer.half.silent_s(now, self._broker.up_since)
                 if silent_s > self._timeout_s:
-                    await self._lose(peer, silence(peer.name, self._timeout_s, self._heartbeat_s), silent_s)
-                    await self._broker.forget(peer.half.queue)
+                    error = silence(peer.name, self._timeout_s, self._heartbeat_s)
+                    await self._lose(peer, error, silent_s, tell=True)
                 elif now - peer.half.said_at >= self._heartbeat_s:
                     peer.half.said_at = now
                     self._broker.post(peer.half.queue, Letter(kind="beat", peer=peer.half.peer))

@@ -35,6 +35,7 @@ class WindowPlan:
         batches: an owner's own, by index.
         assign: the worker of each of them.
         credit: live microbatches per worker.
+        inflight: live microbatches of this owner, over all workers.
         train: False in validation.
     """
 
@@ -46,6 +47,7 @@ class WindowPlan:
     batches: Sequence[Microbatch] = ()
     assign: Sequence[int] = ()
     credit: int = 1
+    inflight: int = 1
     train: bool = True
 
 
@@ -196,6 +198,7 @@ class _Owner:
 
     def __init__(self, plan: WindowPlan) -> None:
         self._plan = plan
+        self._live = 0
         workers = dict.fromkeys(plan.assign)
         self._credits = Credits(dict.fromkeys(workers, plan.credit))
         self._waiting = {worker: deque(i for i, w in enumerate(plan.assign) if w == worker) for worker in workers}
@@ -203,14 +206,16 @@ class _Owner:
     def next(self) -> int | None:
         """One that may go out now; it counts as out."""
         able = [w for w in self._credits.eligible() if self._waiting[w]]
-        if not able:
+        if not able or self._live >= self._plan.inflight:
             return None
+        self._live += 1
         worker = min(able, key=lambda w: self._waiting[w][0])
         self._credits.take(worker)
         return self._waiting[worker].popleft()
 
     def home(self, key: Key) -> None:
         """One is done."""
+        self._live -= 1
         self._credits.give_back(self._plan.assign[key[1]])
 
 

@@ -15,7 +15,7 @@ from splitlm.bus.base import Spoke
 from splitlm.bus.star import StarSpoke
 from splitlm.core import messages, training
 from splitlm.core.config import RunConfig, read
-from splitlm.core.errors import NetworkError, PeerLostError, ProtocolError, SplitlmError
+from splitlm.core.errors import NetworkError, PeerLostError, ProtocolError, SplitlmError, UsageError
 from splitlm.core.errors import from_exit_code as reported
 from splitlm.core.groups import first_error
 from splitlm.core.shape import Role
@@ -141,6 +141,9 @@ class _Party:
     async def _tell(self, error: SplitlmError) -> None:
         with contextlib.suppress(NetworkError, TimeoutError):
             async with asyncio.timeout(1.0):
+                if self._settings.role == "owner" and isinstance(error, UsageError):
+                    # The words may quote a row, and no row leaves its owner.
+                    error = UsageError("Its rows or settings cannot be used", remedy="Look at its own log")
                 trouble = messages.trouble(error)
                 # What would only happen again ends the run; a network's trouble costs it this party.
                 said = trouble if isinstance(error, NetworkError) else training.Failed(trouble.code, trouble.text)

@@ -230,6 +230,7 @@ class Tuning:
             batches=open_.batches,
             assign=open_.assign,
             credit=config.credit,
+            inflight=config.learning.u_shape.max_inflight,
         )
 
     async def _reduce(self, seq: int) -> None:
@@ -313,6 +314,7 @@ class Tuning:
                 batches=batches,
                 assign=[0] * len(batches),
                 credit=count,
+                inflight=count,
             )
             await self._engine.window(plan)
             tally = self._party.window.tally
