@@ -72,8 +72,7 @@ class Ring:
         family: name of the model's layout, where its config does not tell.
         loader: ``shard`` reads what each node needs; ``hf`` loads all through transformers, then drops the rest.
         dtype: ``auto`` (the checkpoint's own), ``float32``, ``bfloat16`` or ``float16``.
-        compute: engine; ``exact``.
-        pace_ms: least milliseconds per block, for simulated devices; 0 is off.
+        compute: engine; ``exact``. ``pace_ms``: least milliseconds per block, for simulated devices; 0 is off.
         listen: ``(host, port)`` at which other machines join; None starts the stages as processes on this machine.
         token: join secret; a random one by default where the stages are processes of this machine.
         threads: intra-op threads per node; 0 leaves torch's choice. ``prefill_chunk``: prompt tokens per step.
@@ -83,8 +82,7 @@ class Ring:
         shifts: moves, each at the first boundary from its token on, in order; ``background`` brings blocks before it.
         trace_dir: folder for traces and logs, in place of an older ring's; None keeps none. ``say`` takes progress.
         static: this node holds blocks ``[0, static)`` and the others bring places of their own.
-        data: address for the last node's link; by default a free port beside ``listen``.
-        send: address of node 1, where places are fixed.
+        data: address for the last node's link, or a free port beside ``listen``; ``send``: node 1's, if fixed.
         tls: folder with this node's certificate, as ``splitlm certs`` makes it; None leaves all links plain.
 
     Raises:

@@ -76,7 +76,9 @@ class Broker:
         self._process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:
-        """Start it, again with the same ports and its old store, and wait until it answers."""
+        """Start it unless it runs, again with the same ports and its old store, and wait until it answers."""
+        if self._process is not None:
+            return
         with (self.base / "console.log").open("ab") as log:
             self._process = subprocess.Popen(
                 [SERVER], env=self._environment, stdout=log, stderr=subprocess.STDOUT, start_new_session=True

@@ -266,6 +266,7 @@ def test_a_broker_that_restarts_loses_and_doubles_nothing(
         async def restart() -> None:
             await asyncio.sleep(0.3)
             await asyncio.to_thread(rabbit.stop, kill=kill)
+            await asyncio.sleep(0.5)  # what it confirmed last is read
             before = dict(sent)
             await asyncio.sleep(2 * SILENCE)  # longer than a peer may be silent
             assert sent == before, "a message was taken for sent while there was no broker"
@@ -283,8 +284,11 @@ def test_a_broker_that_restarts_loses_and_doubles_nothing(
         assert heard["hub"] == list(range(1, sent["spoke"]))
         assert heard["spoke"] == list(range(1, sent["hub"]))
 
-    with caplog.at_level(logging.WARNING, "splitlm.bus"):
-        story(rabbit, through)
+    try:
+        with caplog.at_level(logging.WARNING, "splitlm.bus"):
+            story(rabbit, through)
+    finally:
+        rabbit.start()
     assert any("was lost; trying again" in r.getMessage() for r in caplog.records)
     assert any("is back" in r.getMessage() for r in caplog.records)
 
@@ -309,7 +313,6 @@ def test_a_broker_that_does_not_come_back_ends_both_sides(rabbit: Broker) -> Non
     try:
         asyncio.run(main())
     finally:
-        rabbit.stop()
         rabbit.start()
 
 

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 from splitlm.link.base import StreamChannel
+from splitlm.wire.frame import Buffer
 from splitlm.wire.tls import explain, not_tls
 
 RECORD = 256 * 1024
@@ -218,7 +219,8 @@ class Secured(asyncio.Protocol):
             self._raw.write(data)
 
 
-def _read_into(session: ssl.SSLObject, buffer: memoryview) -> int:
+def _read_into(session: ssl.SSLObject, room: Buffer) -> int:
     """Plain bytes into a buffer; how many. (The type that is known of this call is of the one without a buffer.)"""
+    buffer = memoryview(room)
     count: Any = session.read(buffer.nbytes, buffer)  # type: ignore[arg-type,unused-ignore]
     return int(count)
