@@ -15,16 +15,16 @@ from typing import Any, Literal
 
 import torch
 from torch import nn
-from transformers import DynamicCache
-from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from splitlm.core.cut import Segment
-from splitlm.core.errors import CheckpointError, UnknownFamilyError, UsageError
+from splitlm.core.errors import CheckpointError, UnknownFamilyError
 from splitlm.model import residency
 from splitlm.model.border import foreign
 from splitlm.model.config import context_of, read_config
 from splitlm.model.family import Family, check_layout, find_family
 from splitlm.model.index import CheckpointIndex
+from splitlm.model.kinds import DTYPES as DTYPES
+from splitlm.model.kinds import element_type, sliding_windows
 from splitlm.model.skeleton import (
     BlockFactory,
     block_factory,
@@ -44,12 +44,6 @@ BLOCK_BYTES = 4_000_000
 Measured with one thread: 0.36 ms for a block of almost no weights, at 10 GB/s. Reading alone would put SmolLM2-135M's
 head at 8 blocks; it takes 5.7 to 6.6 of them, and this gives 6.2.
 """
-DTYPES = {
-    "float32": torch.float32,
-    "bfloat16": torch.bfloat16,
-    "float16": torch.float16,
-    "float64": torch.float64,
-}
 
 
 @dataclass
@@ -116,13 +110,13 @@ class ModelFiles:
         self.vocab = int(self.config.vocab_size)
         self.context = context_of(self.config)
         self.tied = self.family.task == "causal" and bool(self.config.tie_word_embeddings)
-        self.dtype = self._dtype(dtype)
+        self.dtype = element_type(dtype, self.index, self.config)
         self.built: list[int] = []
         plain = f"{self.family.base}."
         # Some published checkpoints keep the base model's keys without its prefix (GPT-2's does).
         self._strip = "" if any(key.startswith(plain) for key in self.index.entries) else plain
         self._check_blocks()
-        self.windows = self._windows()
+        self.windows = sliding_windows(self.config, self.blocks, self._where)
         self._make: BlockFactory | None = None
 
     def _open(self, folder: Path) -> CheckpointIndex:
@@ -152,30 +146,6 @@ class ModelFiles:
         own = getattr(self.config, "num_key_value_heads", None) or heads
         return int(own), int(getattr(self.config, "head_dim", None) or self.hidden // heads)
 
-    def _dtype(self, name: str) -> torch.dtype:
-        if name != "auto":
-            if name not in DTYPES:
-                raise UsageError(f"{name!r} is no element type", where="--dtype", expected="auto, " + ", ".join(DTYPES))
-            return DTYPES[name]
-        stored = {entry.dtype for entry in self.index.entries.values() if entry.dtype.is_floating_point}
-        told = getattr(self.config, "dtype", None)
-        if told is not None and stored and told not in stored:
-            raise CheckpointError(
-                f"The config says {told} and the tensors are {', '.join(sorted(map(str, stored)))}",
-                where=str(self.folder),
-                expected="one element type",
-                remedy="Choose one with --dtype",
-            )
-        chosen: torch.dtype | None = told if told is not None else next(iter(stored)) if len(stored) == 1 else None
-        if chosen is None or chosen not in DTYPES.values():
-            raise CheckpointError(
-                f"The checkpoint's element types are {', '.join(sorted(map(str, stored)))}",
-                where=str(self.folder),
-                expected="one of " + ", ".join(DTYPES),
-                remedy="Choose one with --dtype",
-            )
-        return chosen
-
     def _check_blocks(self) -> None:
         """As many blocks are stored as the config says."""
         prefix = self.key(f"{self.family.base}.{self.family.layers}.")
@@ -190,22 +160,6 @@ class ModelFiles:
                 + ("" if missing else " and no further block"),
                 remedy="Use the config.json that the weights were saved with",
             )
-
-    def _windows(self) -> list[int | None]:
-        """The sliding window of each block, as transformers' own cache would choose it."""
-        with foreign("The kinds of layers cannot be told", self._where, "sliding_window and layer_types that agree"):
-            layers = DynamicCache(config=self.config).layers
-        known = {DynamicLayer, DynamicSlidingWindowLayer}
-        if len(layers) != self.blocks or {type(layer) for layer in layers} - known:
-            raise UnknownFamilyError(
-                "The blocks do not all keep keys and values of their own",
-                where=self._where,
-                expected="attention over all tokens or over a sliding window in every block",
-            )
-        windows = [getattr(layer, "sliding_window", None) for layer in layers]
-        if any(window is not None and window < 2 for window in windows):
-            raise CheckpointError(f"sliding_window is {windows}", where=self._where, expected="at least 2")
-        return windows
 
     def key(self, name: str) -> str:
         """The checkpoint's key of a parameter of the causal model."""

@@ -20,13 +20,20 @@ from __future__ import annotations
 import struct
 import zlib
 from collections.abc import Callable, Sequence
-from math import prod
-from typing import Literal
 
 import msgspec
 
 from splitlm.core.errors import ProtocolError, UsageError
 from splitlm.core.sampling import Sampling
+from splitlm.wire.spec import ITEM_BYTES as ITEM_BYTES
+from splitlm.wire.spec import DType as DType
+from splitlm.wire.spec import Header as Header
+from splitlm.wire.spec import Spec as Spec
+from splitlm.wire.training_frames import Backward as Backward
+from splitlm.wire.training_frames import Forward as Forward
+from splitlm.wire.training_frames import Piece as Piece
+from splitlm.wire.training_frames import Scored as Scored
+from splitlm.wire.training_frames import Whole as Whole
 
 Buffer = bytes | bytearray | memoryview
 MAGIC = b"SPLM"
@@ -37,36 +44,6 @@ MAX_HEADER = 64 * 1024
 MAX_PAYLOAD = 256 * 1024 * 1024
 MAX_TENSORS = 8
 MAX_RANK = 8
-
-DType = Literal["float64", "float32", "float16", "bfloat16", "int64", "int32", "uint8", "bool"]
-ITEM_BYTES: dict[str, int] = {
-    "float64": 8,
-    "float32": 4,
-    "float16": 2,
-    "bfloat16": 2,
-    "int64": 8,
-    "int32": 4,
-    "uint8": 1,
-    "bool": 1,
-}
-
-
-class Spec(msgspec.Struct, frozen=True, array_like=True):
-    """Element type and shape of one tensor; its bytes are in C order."""
-
-    dtype: DType
-    shape: tuple[int, ...]
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the tensor, without padding."""
-        return prod(self.shape, start=ITEM_BYTES[self.dtype])
-
-
-class Header(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
-    """Base of all frame headers; ``tensors`` describes the payload."""
-
-    tensors: tuple[Spec, ...] = ()
 
 
 class Hello(Header, frozen=True, array_like=True, tag=1):
@@ -208,97 +185,6 @@ class Mark(Header, frozen=True, array_like=True, tag=25):
     change: int
     seq: int
     sessions: tuple[tuple[int, int], ...]
-
-
-class Forward(Header, frozen=True, array_like=True, tag=32):
-    """What one part of a model hands to the next in training: hidden states ``[B, T, hidden]`` and the mask ``[B, T]``.
-
-    Attributes:
-        round: of the run.
-        window: of the round.
-        owner: whose microbatch it is.
-        index: of the microbatch in the window.
-        part: to which part of the walk it goes.
-        train: False in validation: no graph is kept, and no gradient comes back.
-        weight: items of the microbatch's loss.
-
-    Labels follow as a third tensor (int64) only where the shape says that they travel.
-    """
-
-    round: int
-    window: int
-    owner: int
-    index: int
-    part: int
-    weight: int
-    train: bool = True
-
-
-class Backward(Header, frozen=True, array_like=True, tag=33):
-    """A gradient on its way back: of what part ``part`` handed on, ``[B, T, hidden]``."""
-
-    round: int
-    window: int
-    owner: int
-    index: int
-    part: int
-
-
-class Scored(Header, frozen=True, array_like=True, tag=34):
-    """What the part with the loss says of one microbatch, where it is not the owner's: sums and counts alone.
-
-    Attributes:
-        loss: its sum over the items.
-        items: of the loss.
-        correct: of the task's metric.
-        counted: items of the metric.
-    """
-
-    round: int
-    window: int
-    owner: int
-    index: int
-    loss: float
-    items: int
-    correct: float
-    counted: int
-
-
-class Piece(Header, frozen=True, array_like=True, tag=40):
-    """Bytes of one tensor of a node's state, on their way to or from the aggregator: ``[n]`` uint8.
-
-    Attributes:
-        what: which state it is.
-        round: of the run.
-        window: of the round, for gradients.
-        name: of the tensor, in the whole model.
-        spec: of the whole tensor.
-        offset: of the first byte.
-    """
-
-    what: Literal["update", "model", "gradient"]
-    round: int
-    window: int
-    name: str
-    spec: Spec
-    offset: int
-
-
-class Whole(Header, frozen=True, array_like=True, tag=41):
-    """All pieces of one state were sent.
-
-    Attributes:
-        samples: that it was made from.
-        count: how many tensors it has.
-        digest: SHA-256 over their names and bytes, in the order in which they were sent.
-    """
-
-    what: Literal["update", "model", "gradient"]
-    round: int
-    window: int
-    samples: int
-    count: int
-    digest: bytes
 
 
 AnyHeader = (
