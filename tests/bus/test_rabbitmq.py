@@ -233,6 +233,22 @@ def test_a_peer_that_is_silent_is_gone_and_a_quiet_one_is_not(rabbit: Broker) ->
     story(rabbit, silent, beat=1000)
 
 
+def test_who_does_not_take_what_came_takes_nobody_for_silent(rabbit: Broker, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As while it computes for long: the hub's queue of events is full, and what peers say waits behind it."""
+    monkeypatch.setattr("splitlm.bus.rabbitmq.MAX_WAITING", 1)
+
+    async def busy(hub: RabbitHub, spoke: RabbitSpoke, peer: str) -> None:
+        for number in (1, 2, 3):
+            await spoke.send(note(number))
+        await asyncio.sleep(3 * SILENCE)
+        assert [(await hub.receive())[1] for _ in range(3)] == [note(1), note(2), note(3)]
+        await asyncio.sleep(SILENCE / 2)
+        await spoke.send(note(4))
+        assert await hub.receive() == (peer, note(4))
+
+    story(rabbit, busy)
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(200)
 @pytest.mark.parametrize("kill", [False, True], ids=["stopped", "killed"])

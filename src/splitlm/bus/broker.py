@@ -32,6 +32,8 @@ OUTAGE_S = 120.0
 EXPIRES_MS = 10 * 60 * 1000
 """A queue that nobody has used for so long goes by itself: what a killed process left behind."""
 PREFETCH = 64
+STALL_S = 0.1
+"""Who was kept from listening for longer counts the silence of others from then on."""
 CLOSE_S = 3.0
 _NOWHERE = logging.NullHandler()
 """The library logs each failure that is raised as well; where nobody asked for its log, one paragraph is enough."""
@@ -59,6 +61,7 @@ class Broker:
         self._address, self._queue, self._heard, self._failed = address, queue, heard, failed
         self._outage_s = outage_s
         self._loop = asyncio.get_running_loop()
+        self._hearing = False
         self._up = asyncio.Event()
         self._lost = asyncio.Event()
         self._error: NetworkError | None = None
@@ -72,6 +75,11 @@ class Broker:
     def up(self) -> bool:
         """Whether the connection stands."""
         return self._up.is_set() and not self._lost.is_set()
+
+    @property
+    def listening(self) -> bool:
+        """Whether silence tells of a peer: not while the broker is away, or while nobody takes what came."""
+        return self.up and not self._hearing
 
     async def open(self) -> None:
         """Connect, and begin with an empty queue of our own: what an earlier run of this name left there goes.
@@ -231,12 +239,17 @@ class Broker:
     async def _read(self) -> None:
         while True:
             message, lost = await self._incoming.get()
+            began = self._loop.time()
             try:
                 letter = read(message.headers)
             except ProtocolError as error:
                 _log.warning("%s: %s", self._address, error)
             else:
+                self._hearing = True
                 await self._heard(letter, message.body)
+                self._hearing = False
+                if self._loop.time() - began > STALL_S:
+                    self.up_since = self._loop.time()
             if not lost.is_set():  # else it comes again, and is known by its number
                 await _unless(lost, message.ack())
 

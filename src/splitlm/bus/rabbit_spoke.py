@@ -173,7 +173,8 @@ class RabbitSpoke:
             now = self._loop.time()
             if not self._broker.up:
                 continue
-            if self._half.silent_s(now, self._broker.up_since) > self._timeout_s:
+            silent_s = self._half.silent_s(now, self._broker.up_since)
+            if self._broker.listening and silent_s > self._timeout_s:
                 await self._end(silence(f"the hub of run {self._run}", self._timeout_s, self._heartbeat_s))
             elif now - self._half.said_at >= self._heartbeat_s:
                 self._half.said_at = now

@@ -217,7 +217,7 @@ class RabbitHub:
             now = self._loop.time()
             for peer in [peer for peer in self._peers.values() if not peer.gone]:
                 silent_s = peer.half.silent_s(now, self._broker.up_since)
-                if silent_s > self._timeout_s:
+                if self._broker.listening and silent_s > self._timeout_s:
                     error = silence(peer.name, self._timeout_s, self._heartbeat_s)
                     await self._lose(peer, error, silent_s, tell=True)
                 elif now - peer.half.said_at >= self._heartbeat_s:

@@ -13,7 +13,6 @@ from collections.abc import Callable
 from typing import Any
 
 from splitlm.link.base import StreamChannel
-from splitlm.wire.frame import Buffer
 from splitlm.wire.tls import explain, not_tls
 
 RECORD = 256 * 1024
@@ -193,7 +192,7 @@ class Secured(asyncio.Protocol):
                 for data in early:
                     self.write(data)
             while not self.paused and not raw.is_closing():
-                count = _read_into(self._tls, channel.get_buffer(-1))
+                count = _read_into(self._tls, memoryview(channel.get_buffer(-1)))
                 if not count:
                     self._ended = True
                     break
@@ -219,8 +218,7 @@ class Secured(asyncio.Protocol):
             self._raw.write(data)
 
 
-def _read_into(session: ssl.SSLObject, room: Buffer) -> int:
+def _read_into(session: ssl.SSLObject, buffer: memoryview) -> int:
     """Plain bytes into a buffer; how many. (The type that is known of this call is of the one without a buffer.)"""
-    buffer = memoryview(room)
     count: Any = session.read(buffer.nbytes, buffer)  # type: ignore[arg-type,unused-ignore]
     return int(count)
