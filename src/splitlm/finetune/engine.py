@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 
 from splitlm.core.errors import NetworkError, ProtocolError
@@ -36,7 +36,7 @@ class WindowPlan:
         assign: the worker of each of them.
         credit: live microbatches per worker.
         inflight: live microbatches of this owner, over all workers.
-        train: False in validation.
+        train: False in validation: forward only.
     """
 
     seq: int
@@ -49,6 +49,10 @@ class WindowPlan:
     credit: int = 1
     inflight: int = 1
     train: bool = True
+
+
+async def _nothing() -> None:
+    """Nobody asked."""
 
 
 class Engine:
@@ -66,8 +70,12 @@ class Engine:
         self._held: list[tuple[Neighbour, Frame]] = []
         self.peak_live = 0
 
-    async def window(self, plan: WindowPlan) -> None:
+    async def window(self, plan: WindowPlan, done: Callable[[], Awaitable[None]] = _nothing) -> None:
         """Take part in a window until all that is to come here came; its gradients are complete and finite then.
+
+        Args:
+            plan: what it is to this party.
+            done: told at an owner when a microbatch is done.
 
         Raises:
             ModelError: a loss, hidden state or gradient is not finite; party, window and microbatch are named.
@@ -75,16 +83,19 @@ class Engine:
             ProtocolError: a frame that has no place in it.
         """
         party = self._party
-        await self._runner.run(party.open, plan.round, plan.number, plan.seq, plan.order, plan.scale)
+        await self._runner.run(
+            lambda: party.open(plan.round, plan.number, plan.seq, plan.order, plan.scale, train=plan.train)
+        )
         owner = _Owner(plan) if party.role == "owner" else None
         expected = len(plan.order)
         came = 0
         while came < expected:
-            if (arrival := self._next(plan.seq)) is not None:
+            if (arrival := self._next((plan.round, plan.seq))) is not None:
                 who, frame = arrival
                 home = await self._take(who, frame)
                 if owner is not None and home is not None:
                     owner.home(home)
+                    await done()
                 came += home is not None
             elif owner is not None and (index := owner.next()) is not None:
                 out = await self._runner.run(party.begin, index, plan.batches[index])
@@ -108,21 +119,21 @@ class Engine:
         """The window was aborted: forget it, and what came for it."""
         await self._runner.run(self._party.drop)
 
-    def _next(self, seq: int | None) -> tuple[Neighbour, Frame] | None:
-        """The next frame of this attempt. Older ones are dropped; newer ones wait for their window to open."""
-        if seq is not None:
+    def _next(self, now: tuple[int, int] | None) -> tuple[Neighbour, Frame] | None:
+        """The next frame of this round's attempt. Older ones are dropped; newer ones wait for their window to open."""
+        if now is not None:
             for i, (_, frame) in enumerate(self._held):
-                if _seq(frame) <= seq:
+                if _when(frame) <= now:
                     who, frame = self._held.pop(i)
-                    if _seq(frame) == seq:
+                    if _when(frame) == now:
                         return who, frame
                     frame.release()
-                    return self._next(seq)
+                    return self._next(now)
         while (arrival := self._plane.next()) is not None:
-            found = _seq(arrival[1])
-            if seq is None or found == seq:
+            found = _when(arrival[1])
+            if now is None or found == now:
                 return arrival
-            if found > seq:
+            if found > now:
                 self._held.append(arrival)
             else:
                 arrival[1].release()
@@ -170,17 +181,20 @@ class Engine:
                 outs = party.take_backward(header, tensors[0])
                 return outs or [], self._done(header, outs, header.part)
             case Scored():
-                party.add(header)
-                return [], None
+                # In training the microbatch is done with its gradient; in validation nothing else comes of it.
+                last = party.add(header) and not party.window.train
+                return [], (header.owner, header.index) if last else None
             case other:
                 raise ProtocolError(
                     f"A {type(other).__name__} frame with {len(tensors)} tensors came", where=f"{who[0]} {who[1]}"
                 )
 
     def _done(self, header: Forward | Backward, outs: list[Out] | None, part: int) -> Key | None:
-        """A microbatch is done here when its gradient left this party's first part."""
+        """A microbatch is done here when its gradient left this party's first part; in validation, its last part."""
         if outs is None:
             return None
+        if isinstance(header, Forward) and not header.train:
+            return (header.owner, header.index) if part == max(self._party.parts) else None
         first = min(self._party.parts)
         left = isinstance(header, Backward) and part == first
         turned = isinstance(header, Forward) and part == first and any(isinstance(o.header, Backward) for o in outs)
@@ -219,6 +233,7 @@ class _Owner:
         self._credits.give_back(self._plan.assign[key[1]])
 
 
-def _seq(frame: Frame) -> int:
+def _when(frame: Frame) -> tuple[int, int]:
+    """Round and attempt: where nothing is agreed, every round counts its windows anew."""
     header = frame.header
-    return header.window if isinstance(header, Forward | Backward | Scored) else 0
+    return (header.round, header.window) if isinstance(header, Forward | Backward | Scored) else (0, 0)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 
+import msgspec
 import torch
 
 from splitlm.core.errors import ModelError, ProtocolError
@@ -59,6 +60,8 @@ class Party:
         self._round = self._number = 0
         self._window: OpenWindow | None = None
         self._seen: set[tuple[str | int, ...]] = set()
+        self._newest = -1
+        """Round of the newest frame, where no window's begin forgets what was seen."""
 
     @property
     def live(self) -> int:
@@ -81,7 +84,21 @@ class Party:
         """For people."""
         return f"{self.role} {self.number}"
 
-    def open(self, round_: int, number: int, seq: int, order: Sequence[Key], scale: WindowScale) -> None:
+    @property
+    def place(self) -> str:
+        """Where trouble is: the party and its window."""
+        return f"{self.name}, window {self._number} of round {self._round}"
+
+    def open(
+        self,
+        round_: int,
+        number: int,
+        seq: int,
+        order: Sequence[Key],
+        scale: WindowScale,
+        *,
+        train: bool = True,
+    ) -> None:
         """A window begins.
 
         Args:
@@ -90,10 +107,11 @@ class Party:
             seq: of the attempt.
             order: all microbatches that will come here, in the order in which their gradients are summed.
             scale: of the loss.
+            train: False for a window of validation: forward only, without dropout.
         """
         self.drop()
         self._round, self._number = round_, number
-        self._window = OpenWindow(seq, scale, GradientSum(self.parameters, order))
+        self._window = OpenWindow(seq, scale, GradientSum(self.parameters, order if train else ()), train=train)
 
     def drop(self) -> None:
         """Forget the window: nothing has changed."""
@@ -103,12 +121,12 @@ class Party:
         for part in self.parts.values():
             part.drop()
 
-    def begin(self, index: int, batch: Microbatch, *, train: bool = True) -> Out:
+    def begin(self, index: int, batch: Microbatch) -> Out:
         """An owner's first part of one microbatch; what goes on to the next."""
         self._batches[index] = batch
         window, key = self.window, (self.number, index)
         self._seed(key)
-        out = self.parts[0].forward(key, batch.ids, batch.mask, keep=train)
+        out = self.parts[0].forward(key, batch.ids, batch.mask, keep=window.train)
         window.tally.samples += batch.samples
         window.tally.weight += batch.weight
         header = Forward(
@@ -118,7 +136,7 @@ class Party:
             index=index,
             part=1,
             weight=batch.weight,
-            train=train,
+            train=window.train,
         )
         labels = (batch.labels,) if self.shape.labels_travel else ()
         return Out("activation", self.shape.places[1], -1, header, (out, batch.mask, *labels))
@@ -133,31 +151,57 @@ class Party:
         key = (header.owner, header.index)
         if not self._is_new("forward", header):
             return None
-        if self._every_batch:
-            self._open_batch(header, key)
         part, started = self._part(header.part), time.perf_counter()
         hidden, mask, labels = self._tensors(header, tensors)
+        if not header.train:
+            return self._look(part, header, hidden, mask, labels)
+        if self._every_batch:
+            self._open_batch(header, key)
+        elif not self.window.train:
+            raise ProtocolError("A microbatch to be trained came", where=self.name, expected="one of validation")
         if header.part == min(self.parts):
             self.window.tally.samples += hidden.shape[0]
             self.window.tally.weight += header.weight
         self._seed(key)
         if header.part != self._last:
-            out = part.forward(key, hidden, mask, keep=header.train)
+            out = part.forward(key, hidden, mask)
             self.window.tally.seconds += time.perf_counter() - started
-            onward = Forward(
-                round=header.round,
-                window=header.window,
-                owner=header.owner,
-                index=header.index,
-                part=header.part + 1,
-                weight=header.weight,
-                train=header.train,
-            )
-            role = self.shape.places[header.part + 1]
-            return [Out("activation", role, header.owner if role == "owner" else -1, onward, (out, mask))]
+            return [self._onward(header, out, mask)]
+        return self._turn(part, key, header, hidden, mask, self._labelled(labels))
+
+    def _onward(self, header: Forward, out: torch.Tensor, mask: torch.Tensor) -> Out:
+        """What a part that is not the last hands to the next."""
+        onward = msgspec.structs.replace(header, part=header.part + 1, tensors=())
+        role = self.shape.places[onward.part]
+        return Out("activation", role, header.owner if role == "owner" else -1, onward, (out, mask))
+
+    def _labelled(self, labels: torch.Tensor | None) -> torch.Tensor:
         if labels is None:
             raise ProtocolError("No labels came with a microbatch", where=self.name, expected="labels with its forward")
-        return self._turn(part, key, header, hidden, mask, labels)
+        return labels
+
+    def _look(
+        self, part: TunedPart, header: Forward, hidden: torch.Tensor, mask: torch.Tensor, labels: torch.Tensor | None
+    ) -> list[Out]:
+        """Validation's forward: nothing is kept of it but, at the end of its walk, sums and counts at its owner."""
+        if not self._every_batch and self.window.train:
+            raise ProtocolError("A microbatch of validation came", where=self.name, expected="one to be trained")
+        if header.part != self._last:
+            out = part.forward((header.owner, header.index), hidden, mask, keep=False)
+            return [self._onward(header, out, mask)]
+        output, labels = part.outputs(hidden, mask, self._goal), self._labelled(labels)
+        total, items = self._goal.value(output, labels)
+        if not bool(torch.isfinite(total)):
+            raise ModelError(
+                f"The loss of microbatch {header.index} of owner {header.owner} is {float(total)} in validation",
+                where=self.place,
+                expected="a finite number",
+            )
+        sums = (float(total), items, *self._goal.metric(output, labels))
+        if self.role == "owner":
+            self.window.tally.add(*sums)
+            return []
+        return [_scored(header, *sums)]
 
     def take_backward(self, header: Backward, gradient: torch.Tensor) -> list[Out] | None:
         """A gradient comes back to a part of this party; what is to be sent because of it. None: it came before.
@@ -171,7 +215,9 @@ class Party:
         started = time.perf_counter()
         if not bool(torch.isfinite(gradient).all()):
             raise ModelError(
-                f"The gradient of microbatch {header.index} of owner {header.owner} is not finite", where=self.name
+                f"The gradient of microbatch {header.index} of owner {header.owner} is not finite",
+                where=self.place,
+                expected="finite numbers",
             )
         back = self._part(header.part).backward(key, gradient)
         return self._returned(header.part, key, header, back, started)
@@ -188,44 +234,19 @@ class Party:
         """The loss, and at once the first step back."""
         window, started = self.window, time.perf_counter()
         mine = self.role == "owner"
-        if not header.train:
-            output = part.outputs(hidden, mask, self._goal)
-            total, items = self._goal.value(output, labels)
-            correct, counted = self._goal.metric(output, labels)
-            tally = window.tally
-            tally.loss, tally.items = tally.loss + float(total), tally.items + items
-            tally.correct, tally.counted = tally.correct + correct, tally.counted + counted
-            scored = Scored(
-                round=header.round,
-                window=header.window,
-                owner=header.owner,
-                index=header.index,
-                loss=float(total),
-                items=items,
-                correct=correct,
-                counted=counted,
-            )
-            return [] if mine else [Out("gradient", "owner", header.owner, scored)]
         scale = window.scale if mine or self.shape.agreed else WindowScale()
-        value, items = part.score(key, hidden, mask, labels, self._goal, scale.of(header.weight))
-        window.tally.loss += value
-        window.tally.items += items
+        try:
+            value, items = part.score(key, hidden, mask, labels, self._goal, scale.of(header.weight))
+        except ModelError as error:
+            error.where = self.place
+            raise
+        window.tally.add(value, items)
         back = part.backward(key)
         sent = self._returned(self._last, key, header, back, started)
         if self._every_batch:
             self._step_now()
             if not mine:
-                scored = Scored(
-                    round=header.round,
-                    window=header.window,
-                    owner=header.owner,
-                    index=header.index,
-                    loss=value,
-                    items=items,
-                    correct=0.0,
-                    counted=0,
-                )
-                sent = [Out("gradient", "owner", header.owner, scored), *sent]
+                sent = [_scored(header, value, items), *sent]
         return sent
 
     def _returned(
@@ -246,13 +267,20 @@ class Party:
         role = self.shape.places[at - 1]
         return [Out("gradient", role, header.owner if role == "owner" else -1, back, (gradient,))]
 
-    def add(self, scored: Scored) -> None:
-        """Sums that the party with the loss reports of one of this owner's microbatches."""
-        tally = self.window.tally
-        tally.loss += scored.loss
-        tally.items += scored.items
-        tally.correct += scored.correct
-        tally.counted += scored.counted
+    def add(self, scored: Scored) -> bool:
+        """Sums that the party with the loss reports of one of this owner's microbatches; False: they came before.
+
+        Raises:
+            ProtocolError: the microbatch is none of this owner's.
+        """
+        if scored.owner != self.number or scored.index not in self._batches:
+            raise ProtocolError(
+                f"The loss of microbatch {scored.index} of owner {scored.owner} came", where=self.name, expected="ours"
+            )
+        if not self._is_new("scored", scored):
+            return False
+        self.window.tally.add(scored.loss, scored.items, scored.correct, scored.counted)
+        return True
 
     def check(self) -> None:
         """Whether the window's gradients are complete and finite.
@@ -263,7 +291,7 @@ class Party:
         """
         if not self.window.sum.done:
             raise ProtocolError("Gradients of some microbatches are missing", where=self.name, expected="all of them")
-        self.window.sum.check_finite(f"{self.name}, window {self._number} of round {self._round}")
+        self.window.sum.check_finite(self.place)
 
     def step(self, scale: float | None = None) -> float:
         """Step with the window's gradients; the norm before clipping.
@@ -291,7 +319,7 @@ class Party:
 
     def _step_now(self) -> None:
         window = self.window
-        window.sum.check_finite(self.name)
+        window.sum.check_finite(self.place)
         self.step(1.0)
 
     def _open_batch(self, header: Forward, key: Key) -> None:
@@ -300,9 +328,15 @@ class Party:
         self._round, self._number = header.round, header.window
         self._window = OpenWindow(header.window, WindowScale(), GradientSum(self.parameters, [key]), tally)
 
-    def _is_new(self, way: str, header: Forward | Backward) -> bool:
-        """Whether this comes for the first time; what a link repeats is dropped."""
-        mark = (way, header.round, header.window, header.owner, header.index, header.part)
+    def _is_new(self, way: str, header: Forward | Backward | Scored) -> bool:
+        """Whether this comes for the first time; what a link repeats is dropped, and what is left of older rounds."""
+        if header.round != self._newest:
+            if header.round < self._newest:
+                return False
+            self._newest = header.round
+            self._seen.clear()
+        part = header.part if not isinstance(header, Scored) else 0
+        mark = (way, header.window, header.owner, header.index, part)
         if mark in self._seen:
             return False
         self._seen.add(mark)
@@ -324,7 +358,8 @@ class Party:
         if not bool(torch.isfinite(hidden).all()):
             raise ModelError(
                 f"The hidden states of microbatch {header.index} of owner {header.owner} are not finite",
-                where=self.name,
+                where=self.place,
+                expected="finite numbers",
             )
         if self.role == "owner":
             batch = self._batches.get(header.index)
@@ -338,3 +373,18 @@ class Party:
     def _seed(self, key: Key) -> None:
         if self._seeding is not None:
             self._seeding.at(self._round, self._number, *key)
+
+
+def _scored(header: Forward, loss: float, items: int, correct: float = 0.0, counted: int = 0) -> Out:
+    """What the owner of a microbatch is told of its loss."""
+    said = Scored(
+        round=header.round,
+        window=header.window,
+        owner=header.owner,
+        index=header.index,
+        loss=loss,
+        items=items,
+        correct=correct,
+        counted=counted,
+    )
+    return Out("gradient", "owner", header.owner, said)
