@@ -61,7 +61,8 @@ class Start(TrainingMessage, frozen=True):
 class Loaded(TrainingMessage, frozen=True, tag="trainloaded"):
     """Party to coordinator: my parts are built, and I listen (workers), or my rows are read (owners).
 
-    An empty ``host`` means: the address from which you see me.
+    An empty ``host`` means: the address from which you see me. ``token_loss``: an owner's loss is a mean over tokens,
+    of which there is a perplexity.
     """
 
     host: str = ""
@@ -69,6 +70,7 @@ class Loaded(TrainingMessage, frozen=True, tag="trainloaded"):
     gradient: int = 0
     rows: int = 0
     parameters: int = 0
+    token_loss: bool = False
 
 
 class Peer(msgspec.Struct, frozen=True):
@@ -93,7 +95,11 @@ class Linked(TrainingMessage, frozen=True):
 
 
 class Round(TrainingMessage, frozen=True):
-    """Coordinator to all: a round begins."""
+    """Coordinator to all: a round begins.
+
+    Attributes:
+        validate: whether owners hold their model against rows of validation before the round's average.
+    """
 
     round: int
     validate: bool = False
@@ -108,6 +114,7 @@ class Window(TrainingMessage, frozen=True):
         window: of the round; an attempt that is repeated has the same.
         workers: who takes part.
         speeds: of workers that measured theirs in the last window, in padded tokens per second.
+        train: False for a window of validation: forward only, and nobody steps at its COMMIT.
     """
 
     seq: int
@@ -115,10 +122,11 @@ class Window(TrainingMessage, frozen=True):
     window: int
     workers: list[int]
     speeds: dict[int, float] = msgspec.field(default_factory=dict)
+    train: bool = True
 
 
 class Over(TrainingMessage, frozen=True):
-    """Coordinator to all: no owner has anything left in this round; owners validate, and notify."""
+    """Coordinator to all: no owner has anything left in this round, to train or to validate; owners notify."""
 
     round: int
 
@@ -166,12 +174,19 @@ class Stepped(TrainingMessage, frozen=True):
     norm: float = 0.0
 
 
+class Working(TrainingMessage, frozen=True):
+    """Owner to coordinator: another microbatch is done. Said now and then: who is slow is not taken for dead."""
+
+    round: int
+
+
 class Notify(TrainingMessage, frozen=True):
     """Owner to coordinator: my rows of this round are done, backward and stepped.
 
     Attributes:
         samples: rows that were used.
         loss: sum over ``items``.
+        valid_loss: sum over ``valid_items`` of the rows of validation, with the model before the average.
         correct: of the validation's metric, over ``counted``; nothing where there was none.
     """
 
@@ -218,6 +233,26 @@ class Failed(TrainingMessage, frozen=True):
     suspect: tuple[Role, int] | None = None
 
 
+class Heard:
+    """What one side has said, so that what a bus delivers twice is taken once.
+
+    Messages of a kind carry numbers that grow: of an attempt, or of a round. Those that carry none are said once.
+    """
+
+    def __init__(self) -> None:
+        self._newest: dict[type[Message], int] = {}
+
+    def repeats(self, said: Message) -> bool:
+        """Whether this, or a later one of its kind, was heard before. What is no message of training never repeats."""
+        if not isinstance(said, TrainingMessage) or isinstance(said, Failed):
+            return False
+        number: int = next((getattr(said, name) for name in ("seq", "round") if name in said.__struct_fields__), 0)
+        if number <= self._newest.get(type(said), -1):
+            return True
+        self._newest[type(said)] = number
+        return False
+
+
 Any = (
     Register
     | Start
@@ -230,6 +265,7 @@ Any = (
     | Plan
     | Opened
     | Stepped
+    | Working
     | Notify
     | Gather
     | Saved

@@ -18,6 +18,8 @@ from splitlm.core.errors import ModelError, ProtocolError
 from splitlm.core.shape import Role, Shape
 from splitlm.finetune.batch import Microbatch
 from splitlm.finetune.objective import Objective
+from splitlm.finetune.scoring import Score, look, scored
+from splitlm.finetune.seen import Seen
 from splitlm.finetune.window import OpenWindow, Out, Tally, WindowScale
 from splitlm.model import stepping
 from splitlm.model.seeding import Seeding
@@ -59,9 +61,7 @@ class Party:
         self._batches: dict[int, Microbatch] = {}
         self._round = self._number = 0
         self._window: OpenWindow | None = None
-        self._seen: set[tuple[str | int, ...]] = set()
-        self._newest = -1
-        """Round of the newest frame, where no window's begin forgets what was seen."""
+        self._seen = Seen()
 
     @property
     def live(self) -> int:
@@ -117,7 +117,7 @@ class Party:
         """Forget the window: nothing has changed."""
         self._window = None
         self._batches.clear()
-        self._seen.clear()
+        self._seen.forget()
         for part in self.parts.values():
             part.drop()
 
@@ -149,7 +149,7 @@ class Party:
             ModelError: the loss is not finite.
         """
         key = (header.owner, header.index)
-        if not self._is_new("forward", header):
+        if not self._seen.is_new(header):
             return None
         part, started = self._part(header.part), time.perf_counter()
         hidden, mask, labels = self._tensors(header, tensors)
@@ -189,19 +189,12 @@ class Party:
         if header.part != self._last:
             out = part.forward((header.owner, header.index), hidden, mask, keep=False)
             return [self._onward(header, out, mask)]
-        output, labels = part.outputs(hidden, mask, self._goal), self._labelled(labels)
-        total, items = self._goal.value(output, labels)
-        if not bool(torch.isfinite(total)):
-            raise ModelError(
-                f"The loss of microbatch {header.index} of owner {header.owner} is {float(total)} in validation",
-                where=self.place,
-                expected="a finite number",
-            )
-        sums = (float(total), items, *self._goal.metric(output, labels))
+        place = f"{self.place}, microbatch {header.index} of owner {header.owner} in validation"
+        found = look(part, self._goal, hidden, mask, self._labelled(labels), place)
         if self.role == "owner":
-            self.window.tally.add(*sums)
+            self.window.tally.add(*found)
             return []
-        return [_scored(header, *sums)]
+        return [scored(header, found)]
 
     def take_backward(self, header: Backward, gradient: torch.Tensor) -> list[Out] | None:
         """A gradient comes back to a part of this party; what is to be sent because of it. None: it came before.
@@ -210,7 +203,7 @@ class Party:
             ProtocolError: no graph is kept for it here, or it has another shape.
         """
         key = (header.owner, header.index)
-        if not self._is_new("backward", header):
+        if not self._seen.is_new(header):
             return None
         started = time.perf_counter()
         if not bool(torch.isfinite(gradient).all()):
@@ -246,7 +239,7 @@ class Party:
         if self._every_batch:
             self._step_now()
             if not mine:
-                sent = [_scored(header, value, items), *sent]
+                sent = [scored(header, Score(value, items)), *sent]
         return sent
 
     def _returned(
@@ -267,19 +260,19 @@ class Party:
         role = self.shape.places[at - 1]
         return [Out("gradient", role, header.owner if role == "owner" else -1, back, (gradient,))]
 
-    def add(self, scored: Scored) -> bool:
+    def add(self, told: Scored) -> bool:
         """Sums that the party with the loss reports of one of this owner's microbatches; False: they came before.
 
         Raises:
             ProtocolError: the microbatch is none of this owner's.
         """
-        if scored.owner != self.number or scored.index not in self._batches:
+        if told.owner != self.number or told.index not in self._batches:
             raise ProtocolError(
-                f"The loss of microbatch {scored.index} of owner {scored.owner} came", where=self.name, expected="ours"
+                f"The loss of microbatch {told.index} of owner {told.owner} came", where=self.name, expected="ours"
             )
-        if not self._is_new("scored", scored):
+        if not self._seen.is_new(told):
             return False
-        self.window.tally.add(scored.loss, scored.items, scored.correct, scored.counted)
+        self.window.tally.add(told.loss, told.items, told.correct, told.counted)
         return True
 
     def check(self) -> None:
@@ -328,20 +321,6 @@ class Party:
         self._round, self._number = header.round, header.window
         self._window = OpenWindow(header.window, WindowScale(), GradientSum(self.parameters, [key]), tally)
 
-    def _is_new(self, way: str, header: Forward | Backward | Scored) -> bool:
-        """Whether this comes for the first time; what a link repeats is dropped, and what is left of older rounds."""
-        if header.round != self._newest:
-            if header.round < self._newest:
-                return False
-            self._newest = header.round
-            self._seen.clear()
-        part = header.part if not isinstance(header, Scored) else 0
-        mark = (way, header.window, header.owner, header.index, part)
-        if mark in self._seen:
-            return False
-        self._seen.add(mark)
-        return True
-
     def _part(self, at: int) -> TunedPart:
         if at not in self.parts:
             raise ProtocolError(f"A frame for part {at} came", where=self.name, expected=f"part {sorted(self.parts)}")
@@ -373,18 +352,3 @@ class Party:
     def _seed(self, key: Key) -> None:
         if self._seeding is not None:
             self._seeding.at(self._round, self._number, *key)
-
-
-def _scored(header: Forward, loss: float, items: int, correct: float = 0.0, counted: int = 0) -> Out:
-    """What the owner of a microbatch is told of its loss."""
-    said = Scored(
-        round=header.round,
-        window=header.window,
-        owner=header.owner,
-        index=header.index,
-        loss=loss,
-        items=items,
-        correct=correct,
-        counted=counted,
-    )
-    return Out("gradient", "owner", header.owner, said)

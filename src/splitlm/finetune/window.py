@@ -54,6 +54,11 @@ class Tally:
     correct: float = 0.0
     counted: int = 0
 
+    def add(self, loss: float, items: int, correct: float = 0.0, counted: int = 0) -> None:
+        """One microbatch's loss and metric."""
+        self.loss, self.items = self.loss + loss, self.items + items
+        self.correct, self.counted = self.correct + correct, self.counted + counted
+
 
 @dataclass
 class WindowScale:
@@ -82,9 +87,11 @@ class OpenWindow:
         scale: of the loss.
         sum: of the gradients.
         tally: of what was computed.
+        train: False in validation: forward only.
     """
 
     seq: int
     scale: WindowScale
     sum: GradientSum
     tally: Tally = field(default_factory=Tally)
+    train: bool = True

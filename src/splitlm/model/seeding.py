@@ -35,7 +35,7 @@ class Seeding:
         self._now = now
 
     def attach(self, model: Any, family: Family, segment: Segment) -> None:
-        """Seed the modules of a segment before each of their forwards.
+        """Seed the modules of a segment before each of their forwards in training mode.
 
         Args:
             model: the whole model, or what the segment holds of it.
@@ -50,7 +50,8 @@ class Seeding:
             module.register_forward_pre_hook(self._hook(place))
 
     def _hook(self, place: int) -> Any:
-        def seed(_: nn.Module, __: Any) -> None:
-            torch.manual_seed(seed_of(self._seed, *self._now, place))
+        def seed(module: nn.Module, _: Any) -> None:
+            if module.training:
+                torch.manual_seed(seed_of(self._seed, *self._now, place))
 
         return seed

@@ -6,7 +6,8 @@ between its graph is kept, and nothing is computed twice: dropout would not be t
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -111,13 +112,13 @@ class TunedPart:
             key: the microbatch; its graph is kept under it.
             inputs: token ids ``[B, T]`` on the part with the embedding, else hidden states ``[B, T, hidden]``.
             mask: ``[B, T]``, 1 where there is a token.
-            keep: False for validation: no graph.
+            keep: False for validation: no graph, and no dropout.
 
         Raises:
             ProtocolError: a graph of this microbatch is kept already, or inputs of a wrong shape or type.
         """
         leaf, given = self._given(key, inputs, mask, keep)
-        with torch.set_grad_enabled(keep):
+        with torch.enable_grad() if keep else self._looking():
             out: torch.Tensor = self._base(**given)[0]
         if keep:
             self._graphs[key] = (leaf, out)
@@ -144,11 +145,22 @@ class TunedPart:
         self._graphs[key] = (leaf, total * scale)
         return value, count
 
-    @torch.no_grad()
     def outputs(self, inputs: torch.Tensor, mask: torch.Tensor, goal: Goal) -> torch.Tensor:
-        """The head's outputs, without a graph: for validation."""
+        """The head's outputs, without a graph and without dropout: for validation."""
         leaf, given = self._given((-1, -1), inputs, mask, keep=False)
-        return goal.run(self._head(given), *self._seen(leaf, inputs, mask))
+        with self._looking():
+            return goal.run(self._head(given), *self._seen(leaf, inputs, mask))
+
+    @contextlib.contextmanager
+    def _looking(self) -> Iterator[None]:
+        """No graph and no dropout for a while: what is trained in between is as if nobody had looked."""
+        dropout = bool(self._module.training)
+        self._module.eval()
+        try:
+            with torch.no_grad():
+                yield
+        finally:
+            self._module.train(dropout)
 
     def _head(self, given: dict[str, Any]) -> Any:
         """The part with the head as an objective calls it."""
