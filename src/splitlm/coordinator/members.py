@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from splitlm.core import training
+from splitlm.core.heard import Heard
 from splitlm.core.shape import Role
 
 Who = tuple[Role, int]
@@ -23,6 +24,7 @@ class Member:
         name: how it calls itself.
         weight: of a worker, against the others.
         loaded: what it said once it was built.
+        heard: what it has said.
     """
 
     peer: str
@@ -31,6 +33,7 @@ class Member:
     name: str
     weight: float = 1.0
     loaded: training.Loaded = field(default_factory=training.Loaded)
+    heard: Heard = field(default_factory=Heard)
 
     def __str__(self) -> str:
         return f"{self.who[0]} {self.who[1]} ({self.name})"

@@ -122,9 +122,9 @@ class Training:
                                 return fresh, event
                         case training.Failed(code=code, text=text, where=where) if member is not None and where == "":
                             raise reported(code, f"{member}: {text}")
-                        case PeerCame() | PeerGone() | messages.Ping():
+                        case PeerCame() | PeerGone() | messages.Ping() | training.Register():
                             continue
-                        case other if member is not None:
+                        case other if member is not None and not member.heard.repeats(other):
                             return member, other
         except TimeoutError:
             raise PeerMissingError(f"The coordinator waited {deadline_s:g} s for {awaited}") from None

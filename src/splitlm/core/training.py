@@ -233,26 +233,6 @@ class Failed(TrainingMessage, frozen=True):
     suspect: tuple[Role, int] | None = None
 
 
-class Heard:
-    """What one side has said, so that what a bus delivers twice is taken once.
-
-    Messages of a kind carry numbers that grow: of an attempt, or of a round. Those that carry none are said once.
-    """
-
-    def __init__(self) -> None:
-        self._newest: dict[type[Message], int] = {}
-
-    def repeats(self, said: Message) -> bool:
-        """Whether this, or a later one of its kind, was heard before. What is no message of training never repeats."""
-        if not isinstance(said, TrainingMessage) or isinstance(said, Failed):
-            return False
-        number: int = next((getattr(said, name) for name in ("seq", "round") if name in said.__struct_fields__), 0)
-        if number <= self._newest.get(type(said), -1):
-            return True
-        self._newest[type(said)] = number
-        return False
-
-
 Any = (
     Register
     | Start

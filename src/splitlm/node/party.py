@@ -15,11 +15,13 @@ from splitlm.bus.base import Spoke
 from splitlm.bus.star import StarSpoke
 from splitlm.core import messages, training
 from splitlm.core.config import RunConfig, read
-from splitlm.core.errors import NetworkError, PeerLostError, ProtocolError, SplitlmError, UsageError
+from splitlm.core.errors import NetworkError, PeerLostError, ProtocolError, SplitlmError
 from splitlm.core.errors import from_exit_code as reported
 from splitlm.core.groups import first_error
+from splitlm.core.heard import Heard
 from splitlm.core.shape import Role
 from splitlm.finetune.data import Rows
+from splitlm.finetune.discretion import discreet
 from splitlm.finetune.engine import Engine
 from splitlm.finetune.plane import Neighbour, Plane
 from splitlm.finetune.recipe import OwnerData, Recipe, Resolve, model_folder, open_recipe, read_rows
@@ -119,7 +121,7 @@ class _Party:
     def __init__(self, settings: PartySettings, spoke: Spoke, runner: Runner) -> None:
         self._settings, self._spoke, self._runner = settings, spoke, runner
         self._name = node_name(settings.role)
-        self._lost: dict[Neighbour, NetworkError] = {}
+        self._heard = Heard()
         self._tuning: Tuning | None = None
 
     async def run(self) -> None:
@@ -141,10 +143,7 @@ class _Party:
     async def _tell(self, error: SplitlmError) -> None:
         with contextlib.suppress(NetworkError, TimeoutError):
             async with asyncio.timeout(1.0):
-                if self._settings.role == "owner" and isinstance(error, UsageError):
-                    # The words may quote a row, and no row leaves its owner.
-                    error = UsageError("Its rows or settings cannot be used", remedy="Look at its own log")
-                trouble = messages.trouble(error)
+                trouble = messages.trouble(discreet(self._settings.role, error))
                 # What would only happen again ends the run; a network's trouble costs it this party.
                 said = trouble if isinstance(error, NetworkError) else training.Failed(trouble.code, trouble.text)
                 await self._spoke.send(said)
@@ -152,6 +151,7 @@ class _Party:
     async def _start(self) -> training.Start | None:
         match await self._spoke.receive():
             case training.Start() as start:
+                self._heard.repeats(start)
                 return start
             case messages.Stop(reason=reason):
                 raise NetworkError(f"The coordinator has no place for this {self._settings.role}: {reason}")
@@ -205,7 +205,10 @@ class _Party:
 
     async def _listen(self, tuning: Tuning, links: PartyLinks, plane: Plane, start: training.Start) -> None:
         while True:
-            match await self._spoke.receive():
+            said = await self._spoke.receive()
+            if self._heard.repeats(said):
+                continue
+            match said:
                 case training.Peers() as peers:
                     states = await links.meet(plane, peers, start.aggregator)
                     tuning.linked(peers, states)
@@ -215,7 +218,7 @@ class _Party:
                     return
                 case messages.Trouble(code=code, text=text):
                     raise reported(code, f"The coordinator gave up: {text}")
-                case said:
+                case _:
                     await tuning.hear(said)
 
     def _on_lost(self, who: Neighbour, error: NetworkError) -> None:

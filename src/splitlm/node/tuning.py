@@ -6,12 +6,14 @@ import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from splitlm.bus.base import Spoke
 from splitlm.core import messages, training
 from splitlm.core.barrier import Event, Follower, step
-from splitlm.core.errors import ModelError, NetworkError, ProtocolError, SplitlmError
+from splitlm.core.errors import ModelError, NetworkError, ProtocolError, SplitlmError, UsageError
 from splitlm.finetune.batch import Microbatch
+from splitlm.finetune.discretion import Report, discreet
 from splitlm.finetune.engine import Engine, WindowPlan
 from splitlm.finetune.party import Party
 from splitlm.finetune.plane import Neighbour, Plane
@@ -62,7 +64,8 @@ class Tuning:
         self._batches: list[Microbatch] = []
         self._at = 0
         self._samples = 0
-        self._loss, self._items = 0.0, 0
+        self._report = Report()
+        self._steps = 0
         self._speeds: Speeds[int] | None = None
         self._turns: SmoothWRR[int] | None = None
         self._lost: dict[Neighbour, str] = {}
@@ -157,7 +160,7 @@ class Tuning:
         """A round begins."""
         party, number = self._party, word.round
         self._round, self._validate, self._at, self._samples = number, word.validate, 0, 0
-        self._loss, self._items = 0.0, 0
+        self._report = Report()
         if self._recipe.config.optimizer.reset_each_round and number:
             await self._runner.run(party.reset)
         if self._speeds is not None:
@@ -197,8 +200,8 @@ class Tuning:
             await self._engine.window(self._window_plan(open_, opened))
             if self._recipe.config.learning.body_sync == "window" and self._party.role == "worker":
                 await self._reduce(seq)
-        except ModelError as error:
-            await self._spoke.send(training.Failed(error.exit_code, f"{error.where}: {error.what}", "window", seq))
+        except (ModelError, UsageError) as error:  # it would only happen again
+            await self._spoke.send(self._failed(error, "window", seq))
         except SplitlmError as error:
             await self._on(Event("failed", seq, reason=str(error)[:1000]))
         except asyncio.CancelledError:
@@ -246,15 +249,15 @@ class Tuning:
         scale = 1.0 if synced else self._scale()
         norm = await self._runner.run(party.step, scale)
         tally = window.tally
-        self._loss, self._items = self._loss + tally.loss, self._items + tally.items
+        samples = tally.samples
         if party.role == "owner" and open_ is not None:
             self._at += len(open_.batches)
-            self._samples += sum(batch.samples for batch in open_.batches)
-        else:
-            self._samples += tally.samples
+            samples = sum(batch.samples for batch in open_.batches)
+        self._samples += samples
         speed = tally.padded / tally.seconds if tally.seconds > 0 and tally.padded else 0.0
         self._open = None
-        await self._spoke.send(training.Stepped(seq, tally.loss, tally.items, speed, norm))
+        told = self._report.add(tally.loss, tally.items, samples)
+        await self._spoke.send(training.Stepped(seq, *told, speed, norm))
 
     def _scale(self) -> float | None:
         """A worker's own share of a token-weighted window is not known to it in items: its own count tells."""
@@ -267,7 +270,8 @@ class Tuning:
     async def _finish(self) -> None:
         """An owner is through its rows of the round."""
         if self._party.role == "owner":
-            await self._spoke.send(training.Notify(self._round, self._samples, self._loss, self._items))
+            report = self._report
+            await self._spoke.send(training.Notify(self._round, self._samples, report.loss, report.items))
 
     def _measured(self, speeds: dict[int, float]) -> None:
         """Workers said how fast they were: an owner's turns follow, if they are to."""
@@ -319,10 +323,12 @@ class Tuning:
             await self._engine.window(plan)
             tally = self._party.window.tally
             norm = await self._runner.run(self._party.step, 1.0 / len(batches))
-            self._loss, self._items = self._loss + tally.loss, self._items + tally.items
-            self._samples += sum(batch.samples for batch in batches)
+            samples = sum(batch.samples for batch in batches)
+            self._samples += samples
             self._at = begin + len(batches)
-            await self._spoke.send(training.Stepped(number, tally.loss, tally.items, 0.0, norm))
+            told = self._report.add(tally.loss, tally.items, samples)
+            self._steps += 1  # no attempts are numbered here, and rounds count their windows anew
+            await self._spoke.send(training.Stepped(self._steps, *told, 0.0, norm))
         await self._finish()
 
     async def _guarded(self, work: Callable[[], Awaitable[None]]) -> None:
@@ -330,4 +336,8 @@ class Tuning:
         try:
             await work()
         except SplitlmError as error:
-            await self._spoke.send(training.Failed(error.exit_code, str(error)[:1000]))
+            await self._spoke.send(self._failed(error))
+
+    def _failed(self, error: SplitlmError, where: Literal["", "window"] = "", seq: int = 0) -> training.Failed:
+        trouble = messages.trouble(discreet(self._party.role, error))
+        return training.Failed(trouble.code, trouble.text, where, seq)

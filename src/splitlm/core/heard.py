@@ -1,0 +1,32 @@
+"""What one side of a training run has said, so that what a bus delivers twice is taken once."""
+
+from __future__ import annotations
+
+from splitlm.core import training
+from splitlm.core.message import Message
+
+
+class Heard:
+    """The newest message of each kind: their numbers, of an attempt or of a round, only grow.
+
+    The barrier's own messages are not counted here; its table (core/barrier.py) knows what to do with them.
+    """
+
+    def __init__(self) -> None:
+        self._newest: dict[type[Message], int] = {}
+
+    def repeats(self, said: Message) -> bool:
+        """Whether this, or a later one of its kind, was heard before; from now on it was."""
+        match said:
+            case training.Window() | training.Plan() | training.Opened() | training.Stepped():
+                number = said.seq
+            case training.Round() | training.Over() | training.Notify() | training.Gather() | training.Saved():
+                number = said.round
+            case training.Start() | training.Loaded() | training.Peers() | training.Linked():
+                number = 0  # said once in a run
+            case _:
+                return False
+        if number <= self._newest.get(type(said), -1):
+            return True
+        self._newest[type(said)] = number
+        return False
