@@ -114,6 +114,7 @@ DEFAULTS: dict[str, object] = {
     "fine-tune.LoRA.r": 8,
     "fine-tune.LoRA.alpha": 16.0,
     "fine-tune.LoRA.aggregate": "factors",
+    "fine-tune.freeze-embeddings": "auto",
     "optimizer.reset-each-round": False,
     "security.tls": "auto",
     "security.certs": None,

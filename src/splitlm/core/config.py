@@ -99,6 +99,12 @@ class RunConfig(Settings, frozen=True):
         return "star" if local or not self.has_rabbit else "rabbitmq"
 
     @property
+    def frozen_embedding(self) -> bool:
+        """Whether embeddings stay as they are: the rows of their update that are not zero name an owner's tokens."""
+        choice = self.fine_tune.freeze_embeddings
+        return choice == "on" or (choice == "auto" and self.server.owners > 1)
+
+    @property
     def has_rabbit(self) -> bool:
         """Whether there is a ``rabbit`` section, though it be empty."""
         return "rabbit" in self.given or self.rabbit != Rabbit()

@@ -170,6 +170,10 @@ class FineTune(Section, frozen=True):
     lora: Annotated[LoRA, Meta(description="The adapters, where name is LoRA.")] = msgspec.field(
         default=LoRA(), name="LoRA"
     )
+    freeze_embeddings: Annotated[
+        Literal["auto", "on", "off"],
+        Meta(description="Keep the embedding as it is: its update names tokens. auto: with more than one owner."),
+    ] = "auto"
 
 
 class Optimizer(Section, frozen=True):

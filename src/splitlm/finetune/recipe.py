@@ -62,8 +62,8 @@ class Recipe:
 
     @property
     def frozen_embedding(self) -> bool:
-        """Whether embeddings stay as they are: the rows of their update that are not zero name the tokens."""
-        return self.config.server.owners > 1
+        """Whether embeddings stay as they are, see ``RunConfig``."""
+        return self.config.frozen_embedding
 
     def party(self, role: Role, number: int) -> Party:
         """Build one party; its weights are read.

@@ -22,9 +22,13 @@ from splitlm.core.errors import SplitlmError
 from splitlm.core.shape import Role
 from splitlm.finetune.output import write_outputs
 from splitlm.finetune.recipe import Recipe, Resolve, model_folder, open_recipe
+from splitlm.finetune.store import Identity as RunIdentity
+from splitlm.finetune.store import RunFolder
 from splitlm.link import tcp
 from splitlm.model.runner import Runner
 from splitlm.node.aggregator import StateHub
+from splitlm.node.diary import Diary
+from splitlm.telemetry.folder import LIBRARIES, versions
 from splitlm.wire.frame import PROTOCOL
 from splitlm.wire.handshake import Claims, Identity
 
@@ -81,6 +85,22 @@ class _Keeper:
         write_outputs(folder, self._recipe, trained)
 
 
+def new_run(settings: LeadSettings) -> RunFolder | None:
+    """The run's folder, made, with its settings and versions; None where it keeps nothing.
+
+    Raises:
+        UsageError: another run lies there.
+        SplitlmError: it cannot be written, or the model cannot be opened.
+    """
+    if settings.folder is None:
+        return None
+    config = settings.config
+    recipe = open_recipe(config, model_folder(config, settings.resolve), 0)
+    folder = RunFolder(settings.folder, RunIdentity(recipe.files.index.config_hash(), recipe.segments))
+    folder.create(resolved(config), versions((*LIBRARIES, "peft")))
+    return folder
+
+
 async def lead(settings: LeadSettings, hub: Hub) -> Training:
     """Run a training; the parties come over the hub, which stays the caller's.
 
@@ -90,7 +110,18 @@ async def lead(settings: LeadSettings, hub: Hub) -> Training:
     Raises:
         SplitlmError: it ended early; see ``Training.run``.
     """
-    config, runner = settings.config, Runner(background=True)
+    runner = Runner(background=True)
+    diary = Diary(None)
+    try:
+        diary = Diary(await runner.run(new_run, settings), settings.record)
+        return await _lead(settings, hub, runner, diary)
+    finally:
+        await asyncio.to_thread(runner.close, 10.0)
+        await asyncio.to_thread(diary.close)
+
+
+async def _lead(settings: LeadSettings, hub: Hub, runner: Runner, diary: Diary) -> Training:
+    config = settings.config
     run = secrets.token_hex(8)
     claims = Claims(node="the aggregator", version=splitlm.__version__, protocol=PROTOCOL, ring=run, role="aggregator")
     failure: asyncio.Future[SplitlmError] = asyncio.get_running_loop().create_future()
@@ -114,7 +145,7 @@ async def lead(settings: LeadSettings, hub: Hub) -> Training:
         timeout_s=config.learning.u_shape.timeout_seconds,
         validate=config.server.validation,
     )
-    training_ = Training(hub, orders, states, say=settings.say, record=settings.record)
+    training_ = Training(hub, orders, states, say=settings.say, record=diary.record)
     training_.begun = lambda classes: setattr(keeper, "classes", classes)
     work = asyncio.create_task(training_.run())
     both: set[asyncio.Future[Any]] = {work, failure}
@@ -130,4 +161,3 @@ async def lead(settings: LeadSettings, hub: Hub) -> Training:
         work.cancel()
         await asyncio.gather(work, return_exceptions=True)
         await states.close()
-        await asyncio.to_thread(runner.close, 10.0)
