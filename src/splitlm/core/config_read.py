@@ -119,7 +119,7 @@ class Reading:
         raise UsageError(
             f"No code knows the key {at!r}",
             where=f"{self.where}:{at}",
-            remedy=f"The nearest known key is {nearest_path(kind, at)}",
+            remedy=f"The nearest known key is {nearest_path(kind, path, name[:80])}",
         )
 
     def _wrong(self, value: object, path: str, expected: str) -> NoReturn:

@@ -78,9 +78,15 @@ def every_path(section: type[msgspec.Struct] = Settings, above: str = "") -> tup
     return tuple(paths())
 
 
-def nearest_path(section: type[msgspec.Struct], path: str) -> str:
-    """The known key nearest to an unknown one: of that very name elsewhere, a neighbour, one like it elsewhere, any."""
-    above, _, key = path.rpartition(".")
+def nearest_path(section: type[msgspec.Struct], above: str, key: str) -> str:
+    """The known key nearest to an unknown one: of that very name elsewhere, a neighbour, one like it elsewhere, any.
+
+    Args:
+        section: which the unknown key stands in.
+        above: the path of that section; empty for the whole file.
+        key: any text, dots too.
+    """
+    path = f"{above}.{key}" if above else key
     same = [other for other in every_path() if likeness(key, other.rpartition(".")[2]) == 1]
     if same:
         return max(same, key=lambda other: likeness(path, other))
