@@ -34,6 +34,14 @@ class Register(TrainingMessage, frozen=True):
     classes: int = 0
 
 
+class SavedFile(msgspec.Struct, frozen=True):
+    """A file of a party's state after a round: its name in the round's folder, its size and SHA-256."""
+
+    name: str
+    nbytes: int
+    digest: str
+
+
 class Start(TrainingMessage, frozen=True):
     """Coordinator to party: the run begins, and this is your part in it.
 
@@ -46,6 +54,9 @@ class Start(TrainingMessage, frozen=True):
         classes: of a classifier's head; 0 where there is none, or where the owners are to say.
         aggregator: where states go (host and port); an empty host means: where you reached me.
         resume: the last complete round that is to be gone on from; −1 for a new run.
+        stored: the party whose files of that round are to be taken: this one, or, where it had no part in the round,
+            another of its role, whose weights are the same.
+        files: of that party.
     """
 
     party: int
@@ -56,6 +67,8 @@ class Start(TrainingMessage, frozen=True):
     classes: int = 0
     aggregator: tuple[str, int] = ("", 0)
     resume: int = -1
+    stored: str = ""
+    files: list[SavedFile] = msgspec.field(default_factory=list)
 
 
 class Loaded(TrainingMessage, frozen=True, tag="trainloaded"):
@@ -207,12 +220,10 @@ class Gather(TrainingMessage, frozen=True):
 
 
 class Saved(TrainingMessage, frozen=True):
-    """Party to coordinator: the round's average is in place, and my file of it is written."""
+    """Party to coordinator: the round's average is in place, and my files of it are written, where I keep any."""
 
     round: int
-    file: str = ""
-    digest: str = ""
-    nbytes: int = 0
+    files: list[SavedFile] = msgspec.field(default_factory=list)
 
 
 class Failed(TrainingMessage, frozen=True):

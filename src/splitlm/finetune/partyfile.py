@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -17,7 +18,11 @@ from torch import Tensor
 
 from splitlm.core.errors import CheckpointError
 from splitlm.finetune.diskfile import write, written
-from splitlm.model.checkpoint import save_tensors
+from splitlm.finetune.manifest import MANIFEST, File, measure, round_folder, verify
+from splitlm.model.checkpoint import flush, save_tensors, unwritable
+
+KEPT = 3
+"""Rounds of a party that are kept: the two that are whole, and the one that is not yet."""
 
 _WEIGHTS, _OPTIMIZER, _RNG = "weights/", "optimizer/", "rng"
 
@@ -97,6 +102,62 @@ def load_party(folder: Path, name: str) -> Party:
             where=str(stored),
             expected="the files that were written",
         ) from error
+
+
+class PartyFolder:
+    """Where one party keeps its rounds; which of them are whole, the run's manifest says.
+
+    Args:
+        path: of the run, or of this machine's part of it.
+        name: of the party.
+    """
+
+    def __init__(self, path: Path, name: str) -> None:
+        self._path, self._name = path, name
+
+    def save(self, round: int, party: Party) -> dict[str, File]:
+        """Write a round, then remove this party's older ones but for those that a manifest may name.
+
+        Raises:
+            SplitlmError: it cannot be written; earlier rounds are as they were.
+        """
+        folder = round_folder(self._path, round)
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            paths = save_party(folder, self._name, party)
+            flush(folder.parent)
+            found = {path.name: measure(path) for path in paths}
+        except OSError as error:
+            for name in files_of(self._name):  # without its manifest it is of no use, and the room may be wanted
+                with contextlib.suppress(OSError):
+                    (folder / name).unlink(missing_ok=True)
+            raise unwritable(folder, error) from error
+        self._forget(round - KEPT)
+        return found
+
+    def load(self, round: int, files: Mapping[str, File], name: str = "") -> Party:
+        """What was written in a round.
+
+        Args:
+            files: as the manifest has them.
+            name: of the party whose state it is; by default this one.
+
+        Raises:
+            CheckpointError: it is not there, or not as it was written.
+        """
+        folder, name = round_folder(self._path, round), name or self._name
+        for file in files_of(name):
+            verify(folder, files, file)
+        return load_party(folder, name)
+
+    def _forget(self, last: int) -> None:
+        mine = files_of(self._name)
+        for folder in self._path.glob("rounds/*"):
+            if folder.name.isdecimal() and int(folder.name) <= last and not (folder / MANIFEST).exists():
+                with contextlib.suppress(OSError):
+                    for file in mine:
+                        (folder / file).unlink(missing_ok=True)
+                    folder.rmdir()  # unless another party's are in it
 
 
 def flatten(value: object, tensors: dict[str, Tensor], at: str = "state") -> object:

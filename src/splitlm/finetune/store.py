@@ -10,7 +10,8 @@
         party-<name>.json               everything else of that party
         manifest.json                   model, cut, and size and SHA-256 of every file
 
-A round exists once its manifest has been renamed into place, which is the last thing that happens to it. A file is
+Parties write their files themselves, each into its own folder (``partyfile.PartyFolder``), which may be this one. A
+round exists once its manifest has been renamed into place, which is the last thing that happens to it. A file is
 written under a temporary name, brought to the disk and renamed. No pickle: what is not a tensor is JSON.
 """
 
@@ -20,53 +21,25 @@ import contextlib
 import fcntl
 import logging
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import IO, Any, Literal, Self
+from typing import IO, Any, Self
 
 import msgspec
 import yaml
 
-from splitlm.core.cut import Segment
 from splitlm.core.errors import CheckpointError, UsageError
-from splitlm.finetune.diskfile import append, append_row, sha256, write
+from splitlm.finetune.diskfile import append, append_row, write
+from splitlm.finetune.manifest import MANIFEST, File, Manifest, measure, read_manifest, round_folder, verify
+from splitlm.finetune.manifest import Identity as Identity
 from splitlm.finetune.partyfile import Party as Party
 from splitlm.finetune.partyfile import files_of, load_party, save_party
 from splitlm.model.checkpoint import flush, unwritable
 
 KEEP = 2
 """Rounds that are kept."""
-_MANIFEST = "manifest.json"
 _log = logging.getLogger(__name__)
-
-
-class Identity(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What a checkpoint belongs to.
-
-    Attributes:
-        model: hash of the model's config (``model.config.config_hash``).
-        cut: the segments, in the order of the walk.
-    """
-
-    model: str
-    cut: tuple[Segment, ...]
-
-    def __str__(self) -> str:
-        return f"model {self.model[:12]} cut as {' | '.join(map(str, self.cut))}"
-
-
-class _File(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    bytes: int
-    sha256: str
-
-
-class _Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    round: int
-    identity: Identity
-    parties: tuple[str, ...]
-    files: dict[str, _File]
-    schema: Literal["splitlm-round/1"] = "splitlm-round/1"
 
 
 class RunFolder:
@@ -126,6 +99,11 @@ class RunFolder:
             raise UsageError("There are no settings in it", where=str(file), expected="the settings of a run")
         with self._writing():
             self._take()
+            for folder in self.path.glob("rounds/*"):
+                if not (folder / MANIFEST).exists():  # nobody can go on from it, and the room may be wanted
+                    shutil.rmtree(folder, ignore_errors=True)
+            for half in self.path.glob(".*.part"):  # a model that a killed process was writing
+                shutil.rmtree(half, ignore_errors=True)
         return settings
 
     def close(self) -> None:
@@ -151,23 +129,50 @@ class RunFolder:
         folder = self._round(round)
         self._check_open()
         with self._writing():
-            (folder / _MANIFEST).unlink(missing_ok=True)
+            (folder / MANIFEST).unlink(missing_ok=True)
             shutil.rmtree(folder, ignore_errors=True)
             try:
                 folder.mkdir(parents=True)
-                files: dict[str, _File] = {}
+                files: dict[str, File] = {}
                 for name in sorted(parties):
                     for path in save_party(folder, name, parties[name]):
-                        files[path.name] = _File(path.stat().st_size, sha256(path))
-                manifest = _Manifest(round=round, identity=self.identity, parties=tuple(sorted(parties)), files=files)
-                flush(folder.parent)
-                write(folder / _MANIFEST, _json(msgspec.to_builtins(manifest)))
+                        files[path.name] = measure(path)
+                self.complete(round, list(parties), files)
             except BaseException:
                 shutil.rmtree(folder, ignore_errors=True)
                 raise
+
+    def complete(self, round: int, parties: Sequence[str], files: Mapping[str, File]) -> None:
+        """A round is whole: every party wrote its files. Then all but the last two rounds are removed.
+
+        Args:
+            round: its number; one that was stored before is replaced.
+            parties: their names.
+            files: what they reported. Those that are not in this folder are on their own machines.
+
+        Raises:
+            SplitlmError: the manifest cannot be written; earlier rounds are as they were.
+            RuntimeError: the folder is not open.
+        """
+        folder = self._round(round)
+        self._check_open()
+        with self._writing():
+            folder.mkdir(parents=True, exist_ok=True)
+            here = {path.name for path in folder.iterdir()}
+            for stray in here - set(files) - {MANIFEST}:  # of an attempt at this round that was not brought to its end
+                (folder / stray).unlink(missing_ok=True)
+            manifest = Manifest(
+                round=round,
+                identity=self.identity,
+                parties=tuple(sorted(parties)),
+                files=dict(files),
+                elsewhere=tuple(sorted(set(files) - here)),
+            )
+            flush(folder.parent)
+            write(folder / MANIFEST, _json(msgspec.to_builtins(manifest)))
         for old in self._complete()[KEEP:]:
             with contextlib.suppress(OSError):  # what stays behind is removed after a later round
-                (self._round(old) / _MANIFEST).unlink()
+                (self._round(old) / MANIFEST).unlink()
                 shutil.rmtree(self._round(old))
 
     def latest(self) -> int | None:
@@ -180,10 +185,10 @@ class RunFolder:
         """
         for number in self._complete():
             try:
-                manifest = self._manifest(number)
+                manifest = self.manifest(number)
                 if manifest.identity == self.identity:
-                    for name in sorted(manifest.files):
-                        self._verify(number, manifest, name)
+                    for name in sorted(set(manifest.files) - set(manifest.elsewhere)):
+                        verify(self._round(number), manifest.files, name)
             except CheckpointError as error:
                 _log.warning("Round %d is passed over: %s", number, error)
                 continue
@@ -198,7 +203,7 @@ class RunFolder:
             CheckpointError: the round is of another model or cut, is damaged, or is not there.
             UsageError: the party had no part in it.
         """
-        manifest = self._manifest(round)
+        manifest = self.manifest(round)
         self._check_identity(round, manifest)
         if party not in manifest.parties:
             raise UsageError(
@@ -207,8 +212,16 @@ class RunFolder:
                 expected=f"one of {', '.join(manifest.parties)}",
             )
         for name in files_of(party):
-            self._verify(round, manifest, name)
+            verify(self._round(round), manifest.files, name)
         return load_party(self._round(round), party)
+
+    def manifest(self, round: int) -> Manifest:
+        """What a round consists of.
+
+        Raises:
+            CheckpointError: it is not there, or its manifest is damaged.
+        """
+        return read_manifest(self._round(round))
 
     def metrics(self, record: Mapping[str, object]) -> None:
         """Append one line to ``metrics.jsonl`` and ``metrics.csv``: of a window or a round.
@@ -226,33 +239,12 @@ class RunFolder:
             append_row(self.path / "metrics.csv", plain)
 
     def _round(self, round: int) -> Path:
-        return self.path / "rounds" / f"{round:06}"
+        return round_folder(self.path, round)
 
     def _complete(self) -> list[int]:
         """Rounds that have a manifest, newest first."""
-        found = (path.parent.name for path in self.path.glob(f"rounds/*/{_MANIFEST}"))
+        found = (path.parent.name for path in self.path.glob(f"rounds/*/{MANIFEST}"))
         return sorted((int(name) for name in found if name.isdecimal()), reverse=True)
-
-    def _manifest(self, round: int) -> _Manifest:
-        path = self._round(round) / _MANIFEST
-        try:
-            return msgspec.json.decode(path.read_bytes(), type=_Manifest)
-        except (OSError, msgspec.MsgspecError, UnicodeDecodeError) as error:
-            raise _damaged(path, f"The manifest cannot be read ({error})") from error
-
-    def _verify(self, round: int, manifest: _Manifest, name: str) -> None:
-        """Make sure that a file of a round is as it was written."""
-        path, told = self._round(round) / name, manifest.files.get(name)
-        if told is None or Path(name).name != name:
-            raise _damaged(path, "The manifest has no such file")
-        try:
-            size = path.stat().st_size
-            if size != told.bytes:
-                raise _damaged(path, f"It has {size} bytes and not {told.bytes}")
-            if sha256(path) != told.sha256:
-                raise _damaged(path, "Its SHA-256 is another one")
-        except OSError as error:
-            raise _damaged(path, f"It cannot be read ({error.strerror})") from error
 
     def _check_identity(self, round: int, manifest: _Manifest) -> None:
         if manifest.identity != self.identity:
@@ -260,7 +252,7 @@ class RunFolder:
                 f"The round is of {manifest.identity}",
                 where=str(self._round(round)),
                 expected=str(self.identity),
-                remedy="Go on with the model and the cut that the run began with, or begin another run",
+                remedy="Go on with the settings that the run began with, or begin another run",
             )
 
     def _check_open(self) -> None:
@@ -293,12 +285,3 @@ class RunFolder:
 
 def _json(value: object) -> bytes:
     return msgspec.json.format(msgspec.json.encode(value), indent=2) + b"\n"
-
-
-def _damaged(path: Path, what: str) -> CheckpointError:
-    return CheckpointError(
-        what,
-        where=str(path),
-        expected="what the round's manifest was written with",
-        remedy="Go on from an earlier round, or copy the file again",
-    )
