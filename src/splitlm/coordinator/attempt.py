@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from splitlm.coordinator.members import Lost, Member, Who
 from splitlm.core import messages, training
@@ -15,13 +15,20 @@ if TYPE_CHECKING:
 
 REASON = 1500
 """Characters of a reason that travel."""
+PATIENCE = 1.5
+"""How much longer than a party the coordinator waits: an owner knows which worker keeps it waiting."""
 
 
 class Attempt:
-    """One barrier of one window."""
+    """One barrier of one window.
 
-    def __init__(self, training_: Training) -> None:
-        self._of = training_
+    Args:
+        training_: the run.
+        train: False for a window of validation.
+    """
+
+    def __init__(self, training_: Training, *, train: bool = True) -> None:
+        self._of, self._train = training_, train
         self.seq = training_.next_seq()
         nodes = frozenset(member.node for member in training_.members)
         self._leader = Leader(nodes, seq=self.seq - 1)
@@ -39,7 +46,7 @@ class Attempt:
             waiting = ", ".join(str(m) for m in run.members if m.node in self._leader.waiting)
             try:
                 awaited = f"{waiting} in window {standing.window} of round {standing.round}"
-                member, said = await run.hear(run.orders.timeout_s, awaited)
+                member, said = await run.hear(run.orders.timeout_s * PATIENCE, awaited)
                 await self._take(member, said)
             except Lost as lost:
                 await self._lost(lost)
@@ -52,8 +59,10 @@ class Attempt:
         if committing:  # it may have stepped, or not; nobody asks it any more
             if node in self._leader.waiting:
                 await self._on(Event("DONE", self.seq, 0, node))
-        else:
-            await self._on(Event("NACK", self.seq, 0, node, f"{lost.member} was lost"))
+            return
+        # Who had said READY cannot take it back: to the others the barrier is as one that took too long.
+        on: Literal["NACK", "timeout"] = "NACK" if node in self._leader.waiting else "timeout"
+        await self._on(Event(on, self.seq, 0, node), f"{lost.member} was lost")
 
     async def _take(self, member: Member, said: Any) -> None:
         run = self._of
@@ -71,9 +80,10 @@ class Attempt:
             case training.Stepped(seq=self.seq):
                 run.stepped(member, said)
             case training.Failed(text=text, suspect=suspect, seq=self.seq) if suspect is not None:
-                blamed = run.members.by_who(suspect)
-                if blamed is not None:
+                if (blamed := run.members.by_who(suspect)) is not None:
                     await self._lost(Lost(blamed, f"{member} cannot reach it: {text}"))
+                elif member.node in self._leader.waiting:  # it is gone already
+                    await self._on(Event("NACK", self.seq, 0, member.node, text))
             case training.Failed(seq=seq) | training.Plan(seq=seq) | training.Stepped(seq=seq) if seq < self.seq:
                 return  # of an attempt that is over
             case training.Failed(code=code, text=text):
@@ -98,25 +108,35 @@ class Attempt:
             return
         await self._of.tell_all(training.Opened(self.seq, shares))
 
-    async def _on(self, event: Event) -> None:
-        """Step the table, and do what it asks for."""
+    async def _on(self, event: Event, reason: str = "") -> None:
+        """Step the table, and do what it asks for.
+
+        Args:
+            event: what happened.
+            reason: of an ABORT, where it is not the table's own.
+        """
         self._leader, actions = step(self._leader, event)
         run, standing = self._of, self._of.standing
         for action in actions:
             match action.does:
                 case "say PREPARE":
                     workers = [m.who[1] for m in run.members.of("worker")]
-                    speeds, run.speeds = run.speeds, {}
-                    await run.tell_all(training.Window(self.seq, standing.round, standing.window, workers, speeds))
+                    speeds: dict[int, float] = {}
+                    if self._train:
+                        speeds, run.speeds = run.speeds, {}
+                    await run.tell_all(
+                        training.Window(self.seq, standing.round, standing.window, workers, speeds, self._train)
+                    )
                 case "say COMMIT":
                     await run.tell_all(messages.Commit(self.seq, 0))
                 case "say ABORT":
-                    self._reason = action.reason
-                    await run.tell_all(messages.Abort(self.seq, action.reason[:REASON]))
+                    self._reason = reason or action.reason
+                    await run.tell_all(messages.Abort(self.seq, self._reason[:REASON]))
                     await self._on(Event("told", self.seq))
                 case "report aborted":
                     self._outcome = "without" if self._left else "again"
-                    run.say(f"window {standing.window} of round {standing.round} is done again: {self._reason}")
+                    what = "window" if self._train else "validation window"
+                    run.say(f"{what} {standing.window} of round {standing.round} is done again: {self._reason}")
                 case "report committed":
                     self._outcome = "stepped"
                 case "stop: violation":

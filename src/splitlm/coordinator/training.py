@@ -7,6 +7,7 @@ core/barrier.py; what is lost before COMMIT costs the window, which is done agai
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -21,6 +22,11 @@ from splitlm.core.shape import Role
 
 TRIES = 3
 """Attempts at a window with the same parties."""
+LAST_WORD_S = 1.0
+
+
+async def _nothing(_: int) -> dict[str, Any]:
+    return {}
 
 
 class Training:
@@ -48,10 +54,14 @@ class Training:
         self.members = Members()
         self.standing = Standing()
         self._seq = 0
+        self._full = False
+        self._unheard: list[Lost] = []
         self.speeds: dict[int, float] = {}
         self._classes = orders.classes
         self.begun: Callable[[int], None] = lambda _: None
         """Told the number of classes once all parties are here."""
+        self.evaluate: Callable[[int], Awaitable[dict[str, Any]]] = _nothing
+        """Asked what the average of a round is worth; it goes into the round's record."""
 
     def next_seq(self) -> int:
         """The number of a new barrier."""
@@ -92,7 +102,7 @@ class Training:
             return
         except TimeoutError:
             await self._hub.drop(member.peer)
-            raise Lost(member, "it took no message in time") from None
+            self._unheard.append(Lost(member, "it took no message in time"))
 
     async def tell_all(self, message: messages.Message) -> None:
         """Say something to every party that is left."""
@@ -100,14 +110,17 @@ class Training:
             await self._tell(member, message)
 
     async def hear(self, deadline_s: float, awaited: str) -> tuple[Member, Any]:
-        """The next message of a party.
+        """The next message of a party. One that says that it is at work is waited for anew.
 
         Raises:
             Lost: one is gone.
             PeerMissingError: nothing came in time.
         """
+        while self._unheard:
+            if (lost := self._unheard.pop(0)).member in self.members:
+                raise lost
         try:
-            async with asyncio.timeout(deadline_s):
+            async with asyncio.timeout(deadline_s) as limit:
                 while True:
                     peer, event = await self._hub.receive()
                     member = self.members.by_peer(peer)
@@ -120,10 +133,14 @@ class Training:
                         case training.Register() if member is None:
                             if (fresh := await self._register(peer, event)) is not None:
                                 return fresh, event
-                        case training.Failed(code=code, text=text, where=where) if member is not None and where == "":
+                        case training.Failed(code=code, text=text, where="", suspect=suspect) if member is not None:
+                            if suspect is not None and (blamed := self.members.by_who(suspect)) is not None:
+                                raise Lost(blamed, f"{member} cannot reach it: {text}")
                             raise reported(code, f"{member}: {text}")
                         case PeerCame() | PeerGone() | messages.Ping() | training.Register():
                             continue
+                        case training.Working():
+                            limit.reschedule(asyncio.get_running_loop().time() + deadline_s)
                         case other if member is not None and not member.heard.repeats(other):
                             return member, other
         except TimeoutError:
@@ -133,7 +150,7 @@ class Training:
         limit = self.orders.owners if said.role == "owner" else self.orders.workers
         taken = {member.who[1] for member in self.members.of(said.role)}
         free = [number for number in range(limit) if number not in taken]
-        if not free or self._seq or self.standing.windows:
+        if not free or self._full:
             text = f"There is no place for another {said.role}: the run has {limit}"
             try:
                 await self._hub.send(peer, messages.Stop(text))
@@ -156,6 +173,7 @@ class Training:
             except Lost as lost:
                 self.say(f"{lost.member} left: {lost.reason}")
                 self.members.drop(lost.member)
+        self._full = True
 
     async def _begin(self) -> None:
         """Everyone builds its parts, and links to the others. Who is lost here ends the run: nothing has begun."""
@@ -171,6 +189,7 @@ class Training:
                     self._classes,
                     orders.aggregator,
                     orders.resume,
+                    *orders.stored_for(member.who),
                 )
                 await self._tell(member, start)
             await self._await_all(training.Loaded, "its parts to be built", self._loaded)
@@ -196,6 +215,7 @@ class Training:
             )
             for m in self.members.of("worker")
         ]
+        await self._aggregator.expect([member.who for member in self.members])
         await self.tell_all(training.Peers([m.who[1] for m in self.members.of("owner")], workers))
         await self._await_all(training.Linked, "its links")
 
@@ -227,6 +247,9 @@ class Training:
         if self.orders.shape.agreed:
             while await self._window():
                 self.standing.window += 1
+            self.standing.window = 0
+            while self.orders.validate and await self._window(train=False):
+                self.standing.window += 1
             await self.tell_all(training.Over(number))
         await self._notified()
         await self._average()
@@ -245,9 +268,7 @@ class Training:
                     self.standing.notified[member.who] = said
                 case training.Stepped():
                     self.stepped(member, said)
-                case training.Failed(code=code, text=text):
-                    raise reported(code, f"{member}: {text}")
-                case other:
+                case other if not _of_a_window(other):
                     raise ProtocolError(f"{member} sent {type(other).__name__}", expected="Notify")
 
     async def _average(self) -> None:
@@ -265,23 +286,13 @@ class Training:
             match said:
                 case training.Saved():
                     saved[member.who] = said
-                case training.Failed(code=code, text=text):
-                    raise reported(code, f"{member}: {text}")
-                case other:
+                case other if not _of_a_window(other):
                     raise ProtocolError(f"{member} sent {type(other).__name__}", expected="Saved")
-        await self._aggregator.complete(number, saved)
-        told = self.standing.notified.values()
-        items = sum(n.items for n in told)
-        row: dict[str, Any] = {
-            "round": number,
-            "windows": self.standing.windows,
-            "repeated": self.standing.repeated,
-            "samples": sum(n.samples for n in told),
-            "loss": sum(n.loss for n in told) / items if items else None,
-        }
-        if any(n.counted for n in told):
-            row["valid_loss"] = sum(n.valid_loss for n in told) / max(1, sum(n.valid_items for n in told))
-            row["accuracy"] = sum(n.correct for n in told) / sum(n.counted for n in told)
+        saved = {who: said for who, said in saved.items() if self.members.by_who(who) is not None}
+        counted = await self._aggregator.complete(number, saved)
+        self.standing.notified = {who: told for who, told in self.standing.notified.items() if who in counted}
+        token_loss = any(member.loaded.token_loss for member in self.members)
+        row = self.standing.row(token_loss) | await self.evaluate(number)
         self._record("round", row)
 
     async def without(self, lost: Lost) -> None:
@@ -292,10 +303,16 @@ class Training:
         """
         member = lost.member
         self.members.drop(member)
+        with contextlib.suppress(PeerLostError, TimeoutError):  # it may be there all the same, and only cut off
+            async with asyncio.timeout(LAST_WORD_S):
+                await self._hub.send(member.peer, messages.Trouble(3, lost.reason[:REASON]))
         await self._hub.drop(member.peer)
         await self._aggregator.without(member.who)
         left = len(self.members.of(member.who[0]))
-        self.say(f"{member} was lost ({lost.reason.rstrip('. ')}); {left} left")
+        drift = ""
+        if self.orders.drifts and member.who[0] == "worker" and self.standing.windows:
+            drift = "; what it learned in this round is lost with it, for body-sync is round"
+        self.say(f"{member} was lost ({lost.reason.rstrip('. ')}); {left} left{drift}")
         self._record("lost", {"party": f"{member.who[0]} {member.who[1]}", "reason": lost.reason})
         if not left:
             raise PeerLostError(
@@ -303,20 +320,24 @@ class Training:
                 remedy="Start the parties again and go on with splitlm train --resume",
             )
 
-    async def _window(self) -> bool:
-        """One window, done again until it is stepped; False when no owner had anything left."""
+    async def _window(self, *, train: bool = True) -> bool:
+        """One window, done again until it is stepped; False when no owner had anything left.
+
+        Args:
+            train: False for one of validation, at whose COMMIT nobody steps.
+        """
         tries = 0
         while True:
-            outcome = await Attempt(self).run()
+            outcome = await Attempt(self, train=train).run()
             if outcome in ("stepped", "over"):
-                self.standing.windows += outcome == "stepped"
+                self.standing.windows += train and outcome == "stepped"
                 return outcome == "stepped"
             self.standing.repeated += 1
             tries = 0 if outcome == "without" else tries + 1
             if tries >= TRIES:
                 raise NetworkError(
                     f"Window {self.standing.window} of round {self.standing.round} failed {TRIES} times",
-                    remedy="Look at the parties' logs",
+                    remedy="Look at the parties' logs, and go on with splitlm train --resume",
                 )
 
     def stepped(self, member: Member, said: training.Stepped) -> None:
@@ -335,3 +356,14 @@ class Training:
             "grad_norm": said.norm,
         }
         self._record("window", row)
+
+
+def _of_a_window(said: messages.Message) -> bool:
+    """Whether this is of a window's barrier: once no window is open, it is late, and of an attempt that is over."""
+    match said:
+        case messages.Prepared() | messages.Nack() | messages.Done() | training.Plan():
+            return True
+        case training.Failed(where=where):
+            return where == "window"
+        case _:
+            return False

@@ -5,6 +5,7 @@
     SplitlmError
     ├── UsageError            the command line or the configuration is wrong            exit 2
     │   ├── CutError          a cut that no model can have
+    │   ├── DataMissingError  rows that are nowhere
     │   └── PromptError       a prompt that the model cannot take
     ├── NetworkError          a peer, or the way to it, failed                          exit 3
     │   ├── AddressBusyError  a port that someone else holds
@@ -62,6 +63,10 @@ class UsageError(SplitlmError):
 
 class CutError(UsageError):
     """A cut that does not fit the model."""
+
+
+class DataMissingError(UsageError):
+    """There are no such rows: no file, no split of that name, no data set that could be reached."""
 
 
 class PromptError(UsageError):

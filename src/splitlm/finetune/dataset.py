@@ -13,7 +13,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from splitlm.core.errors import UsageError
+from splitlm.core.errors import DataMissingError, UsageError
 
 _KINDS = (".jsonl", ".csv", ".parquet", ".txt")
 _KEYS = "a text key (language modelling), text and label (classification), or question and answer"
@@ -87,7 +87,8 @@ def load_rows(name_or_path: str, split: str, base: Path | None = None, *, label_
         label_key: the key that holds a row's class.
 
     Raises:
-        UsageError: the data is nowhere, or a row is not as it should be; the message names file and line.
+        DataMissingError: the data is nowhere, or has no such split.
+        UsageError: a row is not as it should be; the message names file and line.
     """
     short = name_or_path.lower()
     known = next((k for n, k in _KNOWN.items() if short in (n, k.hub.lower())), None)
@@ -107,7 +108,7 @@ def load_rows(name_or_path: str, split: str, base: Path | None = None, *, label_
         absent = "is not in the hub's cache, and the datasets library, which could fetch it, is not installed"
     else:
         absent = "is neither a file, a folder nor a hub id"
-    raise UsageError(
+    raise DataMissingError(
         f"no hub and no path: {name_or_path} {absent}",
         where="server.data-name",
         expected=f"{', '.join(n.upper() for n in _KNOWN)}, a hub id, or a {', '.join(_KINDS)} file",
@@ -132,20 +133,20 @@ def _file(path: Path, name: str, split: str) -> Path:
     if path.is_dir():
         if found := _find(path, "data", name, split):
             return found
-        raise UsageError(
+        raise DataMissingError(
             f"there is no split {split!r} in this folder",
             where=str(path),
             expected=f"{name}_{split} or {split}, ending in {', '.join(_KINDS)}",
         )
     if not path.is_file():
-        raise UsageError(
+        raise DataMissingError(
             "there is no such file or folder", where=str(path), expected=f"a folder or {', '.join(_KINDS)}"
         )
     if split == "train" or re.search(rf"(?<![a-z]){re.escape(split)}(?![a-z])", path.stem):
         return path
     beside = path.with_name(re.sub(r"(?<![a-z])train(?![a-z])", split, path.stem) + path.suffix)
     if beside == path or not beside.is_file():
-        raise UsageError(
+        raise DataMissingError(
             f"this file is no {split!r} split, and {beside.name if beside != path else 'another'} is not beside it",
             where=str(path),
             expected="a folder with one file for each split",
@@ -183,7 +184,7 @@ def _from_library(hub: str, config: str | None, split: str, label_key: str) -> R
         rows = datasets.load_dataset(hub, config, split=split)
     except (datasets.exceptions.DatasetsError, OSError, ValueError, RuntimeError, LookupError) as error:
         reason = " ".join(str(error).split())[:200]
-        raise UsageError(
+        raise DataMissingError(
             f"{'no hub and no path: ' * isinstance(error, OSError)}the datasets library cannot give {split!r} of {hub} "
             f"({type(error).__name__}: {reason})",
             where="server.data-name",

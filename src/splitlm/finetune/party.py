@@ -153,12 +153,12 @@ class Party:
             return None
         part, started = self._part(header.part), time.perf_counter()
         hidden, mask, labels = self._tensors(header, tensors)
+        if not self._every_batch and header.train != self.window.train:
+            raise ProtocolError("Frames of training and of validation came together", where=self.place, expected="one")
         if not header.train:
             return self._look(part, header, hidden, mask, labels)
         if self._every_batch:
             self._open_batch(header, key)
-        elif not self.window.train:
-            raise ProtocolError("A microbatch to be trained came", where=self.name, expected="one of validation")
         if header.part == min(self.parts):
             self.window.tally.samples += hidden.shape[0]
             self.window.tally.weight += header.weight
@@ -184,8 +184,6 @@ class Party:
         self, part: TunedPart, header: Forward, hidden: torch.Tensor, mask: torch.Tensor, labels: torch.Tensor | None
     ) -> list[Out]:
         """Validation's forward: nothing is kept of it but, at the end of its walk, sums and counts at its owner."""
-        if not self._every_batch and self.window.train:
-            raise ProtocolError("A microbatch of validation came", where=self.name, expected="one to be trained")
         if header.part != self._last:
             out = part.forward((header.owner, header.index), hidden, mask, keep=False)
             return [self._onward(header, out, mask)]

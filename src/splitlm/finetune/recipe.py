@@ -183,7 +183,8 @@ def read_rows(config: RunConfig, split: str, own: Path | None = None) -> Rows:
     """The rows that the settings name, or those of a file of the owner's own.
 
     Raises:
-        UsageError: they are nowhere, or not as they should be.
+        DataMissingError: they are nowhere.
+        UsageError: they are not as they should be.
     """
     server = config.server
     base = own or (Path(server.data_path) if server.data_path is not None else None)

@@ -30,7 +30,12 @@ class Score(NamedTuple):
 
     def plus(self, other: Score) -> Score:
         """The sums over the rows of both."""
-        return Score(*(a + b for a, b in zip(self, other, strict=True)))
+        return Score(
+            self.loss + other.loss,
+            self.items + other.items,
+            self.correct + other.correct,
+            self.counted + other.counted,
+        )
 
 
 def look(

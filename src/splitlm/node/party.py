@@ -15,7 +15,7 @@ from splitlm.bus.base import Spoke
 from splitlm.bus.star import StarSpoke
 from splitlm.core import messages, training
 from splitlm.core.config import RunConfig, read
-from splitlm.core.errors import NetworkError, PeerLostError, ProtocolError, SplitlmError
+from splitlm.core.errors import DataMissingError, NetworkError, PeerLostError, ProtocolError, SplitlmError
 from splitlm.core.errors import from_exit_code as reported
 from splitlm.core.groups import first_error
 from splitlm.core.heard import Heard
@@ -194,6 +194,7 @@ class _Party:
                         gradient,
                         len(data.round(0)) if data is not None else 0,
                         sum(p.numel() for p in party.parameters.values()),
+                        recipe.goal.token_loss,
                     )
                 )
                 work = group.create_task(self._listen(tuning, links, plane, start))
@@ -237,12 +238,13 @@ class _Party:
         )
         if rows is None:
             return recipe, None
-        valid = None
+        valid, own = None, self._settings.own_data
         if config.server.validation:
-            with contextlib.suppress(SplitlmError):
-                valid = read_rows(config, "validation", None)
-        own = self._settings.own_data is not None
-        return recipe, OwnerData(recipe, start.party, rows, valid, own=own)
+            try:
+                valid = read_rows(config, "validation", own)
+            except DataMissingError as error:
+                _log.warning("Nothing is validated here, for want of rows: %s", error)
+        return recipe, OwnerData(recipe, start.party, rows, valid, own=own is not None)
 
 
 def here(config: RunConfig, mine: RunConfig) -> RunConfig:

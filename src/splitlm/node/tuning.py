@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +24,7 @@ from splitlm.finetune.window import WindowScale
 from splitlm.model.runner import Runner
 from splitlm.model.tuned import load_into
 from splitlm.node.states import States
+from splitlm.node.validation import Validation
 from splitlm.planner.routing import SmoothWRR, Speeds
 from splitlm.wire.channel import Channel
 
@@ -60,7 +62,7 @@ class Tuning:
         self._open: _Open | None = None
         self._work: asyncio.Task[None] | None = None
         self._states: States | None = None
-        self._round, self._validate = 0, False
+        self._round = 0
         self._batches: list[Microbatch] = []
         self._at = 0
         self._samples = 0
@@ -68,11 +70,18 @@ class Tuning:
         self._steps = 0
         self._speeds: Speeds[int] | None = None
         self._turns: SmoothWRR[int] | None = None
+        self._validation = Validation()
+        self._spoke_at = 0.0
         self._lost: dict[Neighbour, str] = {}
 
     @property
     def _by_item(self) -> bool:
         return self._recipe.config.learning.loss_weighting == "token"
+
+    @property
+    def _synced(self) -> bool:
+        """Whether this party is one of several that take the same step."""
+        return self._party.role == "worker" and self._recipe.config.learning.body_sync == "window"
 
     def linked(self, peers: training.Peers, state: Channel) -> None:
         """All links are up."""
@@ -159,7 +168,7 @@ class Tuning:
     async def _begin(self, word: training.Round) -> None:
         """A round begins."""
         party, number = self._party, word.round
-        self._round, self._validate, self._at, self._samples = number, word.validate, 0, 0
+        self._round, self._at, self._samples = number, 0, 0
         self._report = Report()
         if self._recipe.config.optimizer.reset_each_round and number:
             await self._runner.run(party.reset)
@@ -167,6 +176,7 @@ class Tuning:
             self._speeds.new_round()
         if self._data is not None:
             self._batches = await self._runner.run(self._data.round, number)
+            self._validation = Validation(await self._runner.run(self._data.validation) if word.validate else ())
         if not self._recipe.shape.agreed and (self._work is None or self._work.done()):
             work = self._alone if party.role == "owner" else self._engine.serve
             self._work = asyncio.create_task(self._guarded(work))
@@ -178,10 +188,13 @@ class Tuning:
             return
         config = self._recipe.config
         most = config.learning.u_shape.microbatches_per_window
-        batches = self._batches[self._at : self._at + most]
-        turns = self._turns
+        batches: Sequence[Microbatch]
+        turns, batches, left = self._turns, self._batches[self._at : self._at + most], len(self._batches) - self._at
         if turns is None:
             raise ProtocolError("A window came before the workers were named", expected="Peers first")
+        if not word.train:
+            batches, left = self._validation.next(most), self._validation.left()
+            turns = self._validation.turns(turns.weights)
         assign: list[int] = []
         for _ in batches:
             chosen = turns.choose(word.workers)
@@ -190,15 +203,14 @@ class Tuning:
             assign.append(chosen)
         self._open = _Open(word, batches, assign)
         items = sum(batch.weight for batch in batches)
-        left = len(self._batches) - self._at - len(batches)
-        await self._spoke.send(training.Plan(word.seq, assign, items, left))
+        await self._spoke.send(training.Plan(word.seq, assign, items, left - len(batches)))
 
     async def _window(self, open_: _Open, opened: training.Opened) -> None:
         """The window's work, to READY or NACK."""
         seq = open_.word.seq
         try:
-            await self._engine.window(self._window_plan(open_, opened))
-            if self._recipe.config.learning.body_sync == "window" and self._party.role == "worker":
+            await self._engine.window(self._window_plan(open_, opened), self._working)
+            if open_.word.train and self._synced:
                 await self._reduce(seq)
         except (ModelError, UsageError) as error:  # it would only happen again
             await self._spoke.send(self._failed(error, "window", seq))
@@ -234,6 +246,7 @@ class Tuning:
             assign=open_.assign,
             credit=config.credit,
             inflight=config.learning.u_shape.max_inflight,
+            train=open_.word.train,
         )
 
     async def _reduce(self, seq: int) -> None:
@@ -245,8 +258,12 @@ class Tuning:
         """COMMIT: step, if there was any work here."""
         party, open_ = self._party, self._open
         window = party.window
-        synced = party.role == "worker" and self._recipe.config.learning.body_sync == "window"
-        scale = 1.0 if synced else self._scale()
+        if not window.train:
+            self._validation.take(open_.batches if open_ is not None else (), window.tally)
+            self._open = None
+            await self._engine.drop()
+            return
+        scale = 1.0 if self._synced else self._scale()
         norm = await self._runner.run(party.step, scale)
         tally = window.tally
         samples = tally.samples
@@ -271,7 +288,8 @@ class Tuning:
         """An owner is through its rows of the round."""
         if self._party.role == "owner":
             report = self._report
-            await self._spoke.send(training.Notify(self._round, self._samples, report.loss, report.items))
+            told = self._validation.told()
+            await self._spoke.send(training.Notify(self._round, self._samples, report.loss, report.items, *told))
 
     def _measured(self, speeds: dict[int, float]) -> None:
         """Workers said how fast they were: an owner's turns follow, if they are to."""
@@ -320,7 +338,7 @@ class Tuning:
                 credit=count,
                 inflight=count,
             )
-            await self._engine.window(plan)
+            await self._engine.window(plan, self._working)
             tally = self._party.window.tally
             norm = await self._runner.run(self._party.step, 1.0 / len(batches))
             samples = sum(batch.samples for batch in batches)
@@ -329,7 +347,34 @@ class Tuning:
             told = self._report.add(tally.loss, tally.items, samples)
             self._steps += 1  # no attempts are numbered here, and rounds count their windows anew
             await self._spoke.send(training.Stepped(self._steps, *told, 0.0, norm))
+        await self._look(-(-len(self._batches) // count), count)
         await self._finish()
+
+    async def _look(self, number: int, count: int) -> None:
+        """An owner's validation where nothing is agreed: one window, numbered after those of training."""
+        if not (batches := self._validation.next(self._validation.left())):
+            return
+        plan = WindowPlan(
+            seq=number,
+            round=self._round,
+            number=number,
+            order=[(self._party.number, i) for i in range(len(batches))],
+            batches=batches,
+            assign=[0] * len(batches),
+            credit=count,
+            inflight=count,
+            train=False,
+        )
+        await self._engine.window(plan, self._working)
+        self._validation.take(batches, self._party.window.tally)
+        await self._engine.drop()
+
+    async def _working(self) -> None:
+        """A microbatch is done: say so now and then, well within what a silent peer is waited for."""
+        now = time.monotonic()
+        if now - self._spoke_at > self._recipe.config.learning.u_shape.timeout_seconds / 4:
+            self._spoke_at = now
+            await self._spoke.send(training.Working(self._round))
 
     async def _guarded(self, work: Callable[[], Awaitable[None]]) -> None:
         """A round's work; what it fails with is told."""
