@@ -12,6 +12,7 @@ import torch
 
 from splitlm.core.shape import cut_for, find_shape
 from splitlm.finetune.batch import Microbatch
+from splitlm.finetune.crossing import Crossing
 from splitlm.finetune.engine import Engine, WindowPlan
 from splitlm.finetune.objective import Objective
 from splitlm.finetune.party import Party
@@ -41,7 +42,16 @@ def micro(batch: Batch, index: int) -> Microbatch:
 class Room:
     """Owners and workers in this process, with one compute thread: dropout's generator is the process's own."""
 
-    def __init__(self, files: TunableFiles, shape: str, owners: int, workers: int, goal: Objective, seed: int | None):
+    def __init__(
+        self,
+        files: TunableFiles,
+        shape: str,
+        owners: int,
+        workers: int,
+        goal: Objective,
+        seed: int | None,
+        noise: float = 0.0,
+    ) -> None:
         self.shape = find_shape(shape)
         self.segments = cut_for(self.shape, files.blocks, 1, 1)
         self.runner = Runner()
@@ -58,7 +68,7 @@ class Room:
                 party = Party(self.shape, role, number, parts, goal, HOW, seeding)  # type: ignore[arg-type]
                 plane = Plane(lambda who, error: self.lost.append((who, error)))
                 self.parties[role, number], self.planes[role, number] = party, plane
-                self.engines[role, number] = Engine(party, plane, self.runner, timeout_s=20.0)
+                self.engines[role, number] = Engine(party, plane, self.runner, 20.0, Crossing(role, noise=noise))  # type: ignore[arg-type]
         for owner in range(owners):
             for worker in range(workers):
                 for lane in ("activation", "gradient"):
@@ -129,3 +139,22 @@ def test_a_window_over_links_equals_the_uncut_loop(family: str, dropout: float, 
         return room
 
     asyncio.run(main())
+
+
+def test_noise_reaches_the_worker_and_what_was_done_is_counted(tmp_path: Path) -> None:
+    files = TunableFiles(build("bert", tmp_path), dtype="float64", seed=3)
+    given = [micro(batch, i) for i, batch in enumerate(batches(2, classify=True, seed=3))]
+
+    async def main(noise: float) -> dict[str, torch.Tensor]:
+        room = Room(files, "u-shape", 1, 1, CLASSIFY, None, noise)
+        try:
+            await room.window(0, {0: given}, {0: [0, 0]})
+        finally:
+            await room.close()
+        for engine in room.engines.values():
+            assert engine.compute_s > 0 and engine.wait_s > 0 and 1 <= engine.peak_live <= 2
+        return {name: p.detach() for name, p in room.parties["worker", 0].parameters.items()}
+
+    plain, same, noisy = (asyncio.run(main(noise)) for noise in (0.0, 0.0, 0.3))
+    assert all(torch.equal(plain[name], same[name]) for name in plain)
+    assert any(not torch.allclose(plain[name], noisy[name]) for name in plain)

@@ -122,3 +122,13 @@ def test_many_threads_release_without_losing_a_byte() -> None:
         t.join()
     assert pool.lent_bytes == 0
     assert pool.held_bytes <= 64 * SMALLEST
+
+
+def test_what_was_made_and_what_was_used_again_is_counted() -> None:
+    pool = BufferPool(4 * SMALLEST)
+    for _ in range(3):
+        take(pool, 100).release()
+    both = take(pool, 1), take(pool, SMALLEST)
+    assert (pool.allocations, pool.reuses) == (2, 3)
+    for lease in both:
+        lease.release()

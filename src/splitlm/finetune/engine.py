@@ -6,20 +6,23 @@ The data plane and the compute thread meet here. A window that is over, or was a
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 
+from torch import Tensor
+
 from splitlm.core.errors import NetworkError, ProtocolError
 from splitlm.finetune.batch import Microbatch
+from splitlm.finetune.crossing import Crossing
 from splitlm.finetune.party import Party
 from splitlm.finetune.plane import Neighbour, Plane
 from splitlm.finetune.window import Out, WindowScale
-from splitlm.model import payload
 from splitlm.model.runner import Runner
 from splitlm.model.tuned import Key
 from splitlm.planner.routing import Credits
-from splitlm.wire.frame import Backward, Forward, Frame, Scored
+from splitlm.wire.frame import AnyHeader, Backward, Forward, Frame, Scored
 
 
 @dataclass(frozen=True)
@@ -63,12 +66,28 @@ class Engine:
         plane: its links.
         runner: its compute thread.
         timeout_s: how long a window may stand still.
+        crossing: what tensors pass on their way in and out; by default the CPU's.
+
+    Attributes:
+        peak_live: most graphs that were kept at once.
+        compute_s: seconds of forwards and backwards.
+        wait_s: seconds in which there was nothing to compute, since nothing had come.
     """
 
-    def __init__(self, party: Party, plane: Plane, runner: Runner, timeout_s: float = 120.0) -> None:
+    def __init__(
+        self,
+        party: Party,
+        plane: Plane,
+        runner: Runner,
+        timeout_s: float = 120.0,
+        crossing: Crossing | None = None,
+    ) -> None:
         self._party, self._plane, self._runner, self._timeout_s = party, plane, runner, timeout_s
+        self._crossing = crossing or Crossing(party.role)
         self._held: list[tuple[Neighbour, Frame]] = []
+        self._number = 0
         self.peak_live = 0
+        self.compute_s = self.wait_s = 0.0
 
     async def window(self, plan: WindowPlan, done: Callable[[], Awaitable[None]] = _nothing) -> None:
         """Take part in a window until all that is to come here came; its gradients are complete and finite then.
@@ -82,7 +101,7 @@ class Engine:
             NetworkError: nothing came for too long.
             ProtocolError: a frame that has no place in it.
         """
-        party = self._party
+        party, self._number = self._party, plan.number
         await self._runner.run(
             lambda: party.open(plan.round, plan.number, plan.seq, plan.order, plan.scale, train=plan.train)
         )
@@ -98,7 +117,7 @@ class Engine:
                     await done()
                 came += home is not None
             elif owner is not None and (index := owner.next()) is not None:
-                out = await self._runner.run(party.begin, index, plan.batches[index])
+                out = await self._runner.run(self._begin, index, plan.batches[index])
                 await self._plane.send((out.role, plan.assign[index]), out)
             else:
                 await self._wait(plan)
@@ -110,7 +129,7 @@ class Engine:
         while True:
             arrival = self._next(None)
             if arrival is None:
-                await self._plane.arrived()
+                await self._arrived()
             else:
                 await self._take(*arrival)
                 self.peak_live = max(self.peak_live, self._party.live)
@@ -142,7 +161,7 @@ class Engine:
     async def _wait(self, plan: WindowPlan) -> None:
         try:
             async with asyncio.timeout(self._timeout_s):
-                await self._plane.arrived()
+                await self._arrived()
         except TimeoutError:
             raise NetworkError(
                 f"{self._party.name} heard nothing for {self._timeout_s:g} s in window {plan.number} "
@@ -161,16 +180,37 @@ class Engine:
             return home
         raise ProtocolError(f"A {type(header).__name__} frame came from {who[0]} {who[1]}", expected="Forward")
 
+    async def _arrived(self) -> None:
+        """Wait for a frame, and count for how long."""
+        started = time.perf_counter()
+        try:
+            await self._plane.arrived()
+        finally:
+            self.wait_s += time.perf_counter() - started
+
+    def _begin(self, index: int, batch: Microbatch) -> Out:
+        """On the compute thread: an owner's next microbatch."""
+        started = time.perf_counter()
+        out = self._crossing.leave(self._party.begin(index, self._crossing.own(batch)), self._number)
+        self.compute_s += time.perf_counter() - started
+        return out
+
     def _compute(self, who: Neighbour, frame: Frame) -> tuple[list[Out], Key | None]:
         """On the compute thread: what came is copied out of the frame's buffers, which go back at once."""
-        party = self._party
+        started = time.perf_counter()
         try:
             tensors = [
-                payload.load(spec, view).clone() for spec, view in zip(frame.header.tensors, frame.tensors, strict=True)
+                self._crossing.take(spec, view) for spec, view in zip(frame.header.tensors, frame.tensors, strict=True)
             ]
         finally:
             frame.release()
-        header = frame.header
+        outs, home = self._answer(who, frame.header, tensors)
+        outs = [self._crossing.leave(out, self._number) for out in outs]
+        self.compute_s += time.perf_counter() - started
+        return outs, home
+
+    def _answer(self, who: Neighbour, header: AnyHeader, tensors: list[Tensor]) -> tuple[list[Out], Key | None]:
+        party = self._party
         match header:
             case Forward():
                 self._check_owner(who, header.owner)

@@ -50,7 +50,7 @@ async def send_state(channel: Channel, state: State) -> None:
     """
     digest = hashlib.sha256()
     for name in sorted(state.tensors):
-        spec, data = payload.dump(state.tensors[name])
+        spec, data = payload.dump(state.tensors[name].cpu())
         digest.update(name.encode() + b"\0")
         for offset in range(0, max(data.nbytes, 1), PIECE_BYTES):
             part = data[offset : offset + PIECE_BYTES]

@@ -116,6 +116,8 @@ def step(
         return 0.0
     for name, parameter in parameters.items():
         gradient = total.get(name)
+        if gradient is not None:
+            gradient = gradient.to(parameter.device)  # a sum over workers comes from a link
         parameter.grad = None if gradient is None else gradient.mul_(scale) if scale != 1.0 else gradient
     given = [parameters[name] for name in sorted(total)]
     limit = stepping.clip_grad_norm or float("inf")

@@ -44,6 +44,10 @@ class BufferPool:
     Args:
         limit_bytes: bound on all buffers together, in bytes; the default has room for the largest frame there is.
         allocate: returns a writable buffer of the given number of bytes.
+
+    Attributes:
+        allocations: buffers that were made so far.
+        reuses: how often a buffer that was there already was lent.
     """
 
     def __init__(
@@ -57,6 +61,8 @@ class BufferPool:
         self._free: dict[int, list[memoryview]] = {}
         self._held = 0
         self._lent = 0
+        self.allocations = 0
+        self.reuses = 0
         self._waiting: list[Callable[[], None]] = []
 
     @property
@@ -90,12 +96,14 @@ class BufferPool:
             free = self._free.get(size)
             if free:
                 block = free.pop()
+                self.reuses += 1
             else:
                 if self._lent + size > self.limit_bytes:
                     return None
                 self._evict(size)
                 block = _aligned(self._allocate(size + ALIGN), size)
                 self._held += size
+                self.allocations += 1
             self._lent += size
         return Lease(self, block, nbytes)
 
