@@ -35,6 +35,11 @@ class Member:
     loaded: training.Loaded = field(default_factory=training.Loaded)
     heard: Heard = field(default_factory=Heard)
 
+    @property
+    def label(self) -> str:
+        """Role and number, as metrics name it."""
+        return f"{self.who[0]} {self.who[1]}"
+
     def __str__(self) -> str:
         return f"{self.who[0]} {self.who[1]} ({self.name})"
 

@@ -139,6 +139,8 @@ class Training:
                             raise reported(code, f"{member}: {text}")
                         case PeerCame() | PeerGone() | messages.Ping() | training.Register():
                             continue
+                        case training.Figures(values=values) if member is not None:
+                            self._record("party", {"round": self.standing.round, "party": member.label, **values})
                         case training.Working():
                             limit.reschedule(asyncio.get_running_loop().time() + deadline_s)
                         case other if member is not None and not member.heard.repeats(other):
@@ -202,6 +204,8 @@ class Training:
 
     async def _loaded(self, member: Member, said: training.Loaded) -> None:
         member.loaded = said
+        if said.batches:
+            self._record("owner", {"party": member.label, "rows": said.rows, "batches": said.batches})
         self.say(f"{member}: {said.parameters} parameters" + (f", {said.rows} rows" * (member.who[0] == "owner")))
 
     async def _introduce(self) -> None:

@@ -75,7 +75,7 @@ class Loaded(TrainingMessage, frozen=True, tag="trainloaded"):
     """Party to coordinator: my parts are built, and I listen (workers), or my rows are read (owners).
 
     An empty ``host`` means: the address from which you see me. ``token_loss``: an owner's loss is a mean over tokens,
-    of which there is a perplexity.
+    of which there is a perplexity. ``rows`` and ``batches`` are an owner's, of the first round.
     """
 
     host: str = ""
@@ -84,6 +84,7 @@ class Loaded(TrainingMessage, frozen=True, tag="trainloaded"):
     rows: int = 0
     parameters: int = 0
     token_loss: bool = False
+    batches: int = 0
 
 
 class Peer(msgspec.Struct, frozen=True):
@@ -213,6 +214,12 @@ class Notify(TrainingMessage, frozen=True):
     counted: int = 0
 
 
+class Figures(TrainingMessage, frozen=True):
+    """Party to coordinator, at each round's end: what its part has cost so far, by name (``node/figures``)."""
+
+    values: dict[str, float]
+
+
 class Gather(TrainingMessage, frozen=True):
     """Coordinator to all: send your state to the aggregator, and take the average from it."""
 
@@ -258,6 +265,7 @@ Any = (
     | Stepped
     | Working
     | Notify
+    | Figures
     | Gather
     | Saved
     | Failed

@@ -6,6 +6,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
+
 from splitlm.core.config import RunConfig
 from splitlm.core.cut import Segment
 from splitlm.core.shape import Role, Shape, cut_for
@@ -18,7 +20,7 @@ from splitlm.model.seeding import Seeding
 from splitlm.model.stepping import Stepping
 from splitlm.model.text import TextCodec
 from splitlm.model.tunable import TunableFiles
-from splitlm.model.tuned import TunedPart
+from splitlm.model.tuned import TunedPart, tie
 
 HUB = {"bert": "bert-base-cased", "gpt2": "gpt2", "llama": "meta-llama/Llama-3.2-1B"}
 """What the three names of ``server.model-name`` mean."""
@@ -65,8 +67,8 @@ class Recipe:
         """Whether embeddings stay as they are, see ``RunConfig``."""
         return self.config.frozen_embedding
 
-    def party(self, role: Role, number: int) -> Party:
-        """Build one party; its weights are read.
+    def party(self, role: Role, number: int, device: torch.device | None = None) -> Party:
+        """Build one party on a device, by default the CPU; its weights are read.
 
         Raises:
             ModelError: the model cannot be loaded. Otherwise as ``ModelFiles.load``.
@@ -77,6 +79,10 @@ class Recipe:
             i: TunedPart(part, self.files, seeding=seeding, lora=self.lora, frozen_embedding=self.frozen_embedding)
             for i, part in zip(at, self.files.load([self.segments[i] for i in at]), strict=True)
         }
+        if device is not None:
+            tie(list(parts.values()))  # a table that two parts share goes there once
+            for part in parts.values():
+                part.part.module.to(device)
         return Party(self.shape, role, number, parts, self.goal, self.how, seeding)
 
 

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import msgspec
@@ -20,17 +20,21 @@ from splitlm.core.errors import from_exit_code as reported
 from splitlm.core.groups import first_error
 from splitlm.core.heard import Heard
 from splitlm.core.shape import Role
+from splitlm.finetune.crossing import Crossing
 from splitlm.finetune.data import Rows
 from splitlm.finetune.discretion import discreet
 from splitlm.finetune.engine import Engine
 from splitlm.finetune.plane import Neighbour, Plane
 from splitlm.finetune.recipe import OwnerData, Recipe, Resolve, model_folder, open_recipe, read_rows
 from splitlm.link import tcp
+from splitlm.model.device import find_device, receive_memory
 from splitlm.model.runner import Runner
+from splitlm.node.figures import figures, log_figures
 from splitlm.node.identity import node_name, stranger, watch_parent
 from splitlm.node.partylinks import LinkSettings, PartyLinks
 from splitlm.node.tuning import Tuning
 from splitlm.wire.handshake import Identity
+from splitlm.wire.pool import allocate_heap
 
 CTRL_TIMEOUT_S = 10.0
 """Who says nothing for so long is lost; everyone says something every third of it."""
@@ -51,6 +55,7 @@ class PartySettings:
         own_data: a file of rows that are all this owner's.
         folder: where checkpoints of this party go; None keeps none.
         dtype: of weights and arithmetic.
+        device: that computes: cpu, cuda or cuda:N.
         say: takes one line of progress.
     """
 
@@ -63,6 +68,7 @@ class PartySettings:
     own_data: Path | None = None
     folder: Path | None = None
     dtype: str = "float32"
+    device: str = "cpu"
     say: Callable[[str], None] = lambda _: None
 
 
@@ -121,6 +127,8 @@ class _Party:
     def __init__(self, settings: PartySettings, spoke: Spoke, runner: Runner) -> None:
         self._settings, self._spoke, self._runner = settings, spoke, runner
         self._name = node_name(settings.role)
+        self._device = find_device(settings.device)
+        self._figures: Callable[[], dict[str, float]] = dict
         self._heard = Heard()
         self._tuning: Tuning | None = None
 
@@ -166,19 +174,30 @@ class _Party:
             return
         settings = self._settings
         recipe, data = await self._runner.run(self._open, start, rows)
-        party = await self._runner.run(recipe.party, settings.role, start.party)
+        learning, noise = recipe.config.learning, max(recipe.config.privacy.noise, settings.config.privacy.noise)
+        party = await self._runner.run(recipe.party, settings.role, start.party, self._device)
+        memory = receive_memory(learning.u_shape.pinned_memory, self._device, allocate_heap)
         links = PartyLinks(
-            settings.links, recipe.files, settings.role, start.party, self._name, start.run, self._spoke.hub_host
+            replace(settings.links, allocate=memory),
+            recipe.files,
+            settings.role,
+            start.party,
+            self._name,
+            start.run,
+            self._spoke.hub_host,
         )
-        plane = Plane(self._on_lost, recipe.config.learning.u_shape.transport_queue_size)
+        plane = Plane(self._on_lost, learning.u_shape.transport_queue_size)
+        crossing = Crossing(settings.role, self._device, noise)
+        engine = Engine(party, plane, self._runner, learning.u_shape.timeout_seconds, crossing)
+        self._figures = lambda: figures(engine, plane, links, crossing)
         try:
             async with asyncio.TaskGroup() as group:
                 host, activation, gradient = await links.listen(plane)
-                timeout_s = recipe.config.learning.u_shape.timeout_seconds
+                batches = await self._runner.run(data.round, 0) if data is not None else []
                 tuning = self._tuning = Tuning(
                     recipe=recipe,
                     party=party,
-                    engine=Engine(party, plane, self._runner, timeout_s),
+                    engine=engine,
                     plane=plane,
                     runner=self._runner,
                     spoke=self._spoke,
@@ -192,15 +211,17 @@ class _Party:
                         host,
                         activation,
                         gradient,
-                        len(data.round(0)) if data is not None else 0,
+                        sum(batch.samples for batch in batches),
                         sum(p.numel() for p in party.parameters.values()),
                         recipe.goal.token_loss,
+                        len(batches),
                     )
                 )
                 work = group.create_task(self._listen(tuning, links, plane, start))
                 await work
                 await tuning.close()
         finally:
+            log_figures(self._figures())
             await plane.close()
             await links.close()
 
@@ -220,6 +241,8 @@ class _Party:
                 case messages.Trouble(code=code, text=text):
                     raise reported(code, f"The coordinator gave up: {text}")
                 case _:
+                    if isinstance(said, training.Gather):  # before the average: the last one's end is the run's
+                        await self._spoke.send(training.Figures(self._figures()))
                     await tuning.hear(said)
 
     def _on_lost(self, who: Neighbour, error: NetworkError) -> None:

@@ -14,11 +14,12 @@ from splitlm.core.shape import Role
 from splitlm.finetune.plane import LANES, Neighbour, Plane
 from splitlm.finetune.window import Lane
 from splitlm.link import tcp
+from splitlm.model.device import Allocate
 from splitlm.model.tunable import TunableFiles
 from splitlm.node.identity import tuning_claims
 from splitlm.wire.channel import Channel
 from splitlm.wire.handshake import Identity
-from splitlm.wire.pool import BufferPool
+from splitlm.wire.pool import BufferPool, allocate_heap
 
 
 @dataclass(frozen=True)
@@ -33,6 +34,7 @@ class LinkSettings:
         tls: contexts of the dialling and the listening side, or None.
         deadline_s: how long to wait for a neighbour.
         pool_bytes: bound of what a lane receives and was not computed yet.
+        allocate: gives the memory for it.
     """
 
     host: str = ""
@@ -42,6 +44,7 @@ class LinkSettings:
     tls: tuple[ssl.SSLContext, ssl.SSLContext] | None = None
     deadline_s: float = 60.0
     pool_bytes: int = 67108864
+    allocate: Allocate = allocate_heap
 
 
 class PartyLinks:
@@ -75,9 +78,20 @@ class PartyLinks:
         self._tasks: list[asyncio.Task[None]] = []
         self._state: Channel | None = None
         # A pool of its own for each lane: full of activations, the one cannot keep gradients out.
-        self._pools = {lane: BufferPool(settings.pool_bytes) for lane in LANES}
+        self._pools = {lane: BufferPool(settings.pool_bytes, settings.allocate) for lane in LANES}
         self._met: set[Neighbour] = set()
         self._came = asyncio.Event()
+
+    @property
+    def pool_counts(self) -> tuple[int, int]:
+        """Buffers that were made for what is received, and how often one was used again."""
+        pools = self._pools.values()
+        return sum(pool.allocations for pool in pools), sum(pool.reuses for pool in pools)
+
+    @property
+    def state_bytes(self) -> tuple[int, int]:
+        """Bytes that came from the aggregator, and went there."""
+        return (self._state.bytes_in, self._state.bytes_out) if self._state is not None else (0, 0)
 
     async def listen(self, plane: Plane) -> tuple[str, int, int]:
         """A worker's doors; its host and ports, to be told to owners. Owners have none."""
