@@ -9,6 +9,7 @@ from typing import Any, Literal
 import torch
 
 from splitlm.core.errors import UsageError
+from splitlm.model.payload import dump
 
 Pinned = Literal["auto", "on", "off"]
 Allocate = Callable[[int], Any]
@@ -77,4 +78,4 @@ def _probe() -> str:
 
 
 def _pinned(nbytes: int) -> memoryview:
-    return memoryview(torch.empty(nbytes, dtype=torch.uint8, pin_memory=True).numpy())
+    return dump(torch.empty(nbytes, dtype=torch.uint8, pin_memory=True))[1]
