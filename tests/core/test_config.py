@@ -78,6 +78,7 @@ DEFAULTS: dict[str, object] = {
     "server.parameters.load": True,
     "server.parameters.save": True,
     "server.validation": True,
+    "server.evaluation-answers": 32,
     "server.data-distribution.non-iid": False,
     "server.data-distribution.num-sample": None,
     "server.data-distribution.num-label": None,

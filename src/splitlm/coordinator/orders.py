@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -11,6 +10,7 @@ from splitlm.coordinator.members import Who
 from splitlm.core import training
 from splitlm.core.errors import CheckpointError
 from splitlm.core.shape import Shape
+from splitlm.telemetry.summary import perplexity
 
 
 class Aggregator(Protocol):
@@ -71,7 +71,6 @@ class Orders:
     timeout_s: float = 120.0
     validate: bool = False
 
-
     def stored_for(self, who: Who) -> tuple[str, list[training.SavedFile]]:
         """Whose files a party goes on from: its own, or those of another of its role, and these files.
 
@@ -128,8 +127,3 @@ class Standing:
         if counted:
             row["accuracy"] = sum(n.correct for n in told) / counted
         return row
-
-
-def perplexity(loss: float) -> float:
-    """Of a mean loss per token, in nats."""
-    return math.exp(loss) if loss < 700 else math.inf

@@ -83,6 +83,9 @@ class Server(Section, frozen=True):
         Parameters()
     )
     validation: Annotated[bool, Meta(description="Measure loss and metric after every round.")] = True
+    evaluation_answers: Annotated[
+        NotNegative, Meta(description="Questions that the coordinator's evaluation answers by generation, at most.")
+    ] = 32
     data_distribution: Annotated[DataDistribution, Meta(description="Which rows each owner gets.")] = DataDistribution()
     random_seed: Annotated[int, Meta(ge=0, le=2**63 - 1, description="Of weights, dropout and the split of data.")] = 1
     aggregator: Annotated[str | None, Meta(description="Node that averages; null: the coordinator's process.")] = None

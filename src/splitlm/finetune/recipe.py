@@ -145,7 +145,7 @@ class OwnerData:
     def __init__(self, recipe: Recipe, number: int, rows: Rows, valid: Rows | None, *, own: bool = False) -> None:
         self._recipe, self._number, self._rows, self._own = recipe, number, rows, own
         self._codec = TextCodec(recipe.files.folder)
-        self._valid = self._encoded(valid, range(len(valid))) if valid is not None else []
+        self._valid = encoded(recipe, self._codec, valid, range(len(valid))) if valid is not None else []
         self._examples: list[Example] = []
         self._drawn = -1
 
@@ -156,7 +156,7 @@ class OwnerData:
         fresh = config.server.data_distribution.refresh_each_round
         draw = round_ if fresh else 0
         if draw != self._drawn:
-            self._examples, self._drawn = self._encoded(self._rows, self._share(seed + draw)), draw
+            self._examples, self._drawn = self._encoded(seed + draw), draw
         return microbatches(self._examples, config.learning.batch_size, seed=seed + self._number, round=round_)
 
     def validation(self) -> list[Microbatch]:
@@ -178,11 +178,19 @@ class OwnerData:
             seed=seed,
         )[self._number]
 
-    def _encoded(self, rows: Rows, share: Sequence[int]) -> list[Example]:
-        files, goal = self._recipe.files, self._recipe.goal
-        classes = None if goal.token_loss else int(files.config.num_labels)
-        found = encode(rows, self._codec, goal, context=files.context, num_labels=classes, only=share)
-        return found.of(list(share))
+    def _encoded(self, seed: int) -> list[Example]:
+        return encoded(self._recipe, self._codec, self._rows, self._share(seed))
+
+
+def encoded(recipe: Recipe, codec: TextCodec, rows: Rows, share: Sequence[int]) -> list[Example]:
+    """Some rows as examples of the run's model, in their order.
+
+    Raises:
+        UsageError: as ``finetune.data.encode``.
+    """
+    files, goal = recipe.files, recipe.goal
+    classes = None if goal.token_loss else int(files.config.num_labels)
+    return encode(rows, codec, goal, context=files.context, num_labels=classes, only=share).of(list(share))
 
 
 def read_rows(config: RunConfig, split: str, own: Path | None = None) -> Rows:

@@ -272,6 +272,13 @@ def tie(parts: Sequence[TunedPart]) -> None:
                     setattr(module, name, first)
 
 
+def untie(part: TunedPart, files: TunableFiles) -> None:
+    """Give the head of a whole model that is tied a table of its own, as whoever holds the head alone has."""
+    head: Any = getattr(part.part.module, files.family.head)
+    head.weight = nn.Parameter(head.weight.detach().clone())
+    part.name_parameters()
+
+
 def unique(parts: Sequence[TunedPart]) -> dict[str, nn.Parameter]:
     """What is trained in several parts of one node; a tied table once, under the embedding's name."""
     found: dict[str, nn.Parameter] = {}

@@ -31,18 +31,20 @@ class Uncut:
     Args:
         files: the model's directory.
         loader: ``hf`` for transformers alone, ``shard`` for our stage over all blocks.
+        model: a causal model of transformers to be used as it is; then nothing is loaded.
     """
 
-    def __init__(self, files: ModelFiles, *, loader: Loader = "hf") -> None:
+    def __init__(self, files: ModelFiles, *, loader: Loader = "hf", model: Any = None) -> None:
         self._files = files
         self._session = 0
         self._stage = None
-        self._model: Any = None
-        if loader == "shard":
+        self._model: Any = model
+        if model is None and loader == "shard":
             (self._stage,) = build_stages(files, make_cut(files.blocks, ()).segments)
             return
-        self._model = model = whole_model(files.folder, files.dtype)
-        own_memory(model)
+        if model is None:
+            self._model = model = whole_model(files.folder, files.dtype)
+            own_memory(model)
         self._cache_name = "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
 
     @torch.inference_mode()

@@ -24,10 +24,11 @@ from splitlm.finetune.output import write_outputs
 from splitlm.finetune.recipe import Recipe, Resolve, model_folder, open_recipe
 from splitlm.finetune.store import Identity as RunIdentity
 from splitlm.finetune.store import RunFolder
-from splitlm.link import tcp
 from splitlm.model.runner import Runner
 from splitlm.node.aggregator import StateHub
 from splitlm.node.diary import Diary
+from splitlm.node.evaluation import Central
+from splitlm.node.ways import Door, Way, open_way
 from splitlm.telemetry.folder import LIBRARIES, versions
 from splitlm.wire.frame import PROTOCOL
 from splitlm.wire.handshake import Claims, Identity
@@ -43,6 +44,7 @@ class LeadSettings:
         folder: of the run; None keeps nothing.
         states: address of the aggregator's port; port 0 takes a free one.
         advertise: host of the aggregator that parties can reach, where it is not the one they reach the hub at.
+        tls: whether the run's links are over TLS.
         token: join secret.
         deadline_s: how long to wait for parties.
         say: takes one line of progress.
@@ -54,6 +56,7 @@ class LeadSettings:
     folder: Path | None = None
     states: tuple[str, int] = ("127.0.0.1", 0)
     advertise: str = ""
+    tls: bool = False
     token: str = ""
     deadline_s: float = 60.0
     say: Callable[[str], None] = lambda _: None
@@ -111,18 +114,23 @@ async def lead(settings: LeadSettings, hub: Hub) -> Training:
         SplitlmError: it ended early; see ``Training.run``.
     """
     runner = Runner(background=True)
-    diary = Diary(None)
+    diary, run = Diary(None), secrets.token_hex(8)
     try:
-        diary = Diary(await runner.run(new_run, settings), settings.record)
-        return await _lead(settings, hub, runner, diary)
+        way = await open_way(settings.config, run, settings.tls)
+        try:
+            diary = Diary(await runner.run(new_run, settings), settings.record)
+            return await _lead(settings, hub, runner, diary, way, run)
+        finally:
+            await way.close()
     finally:
         await asyncio.to_thread(runner.close, 10.0)
         await asyncio.to_thread(diary.close)
 
 
-async def _lead(settings: LeadSettings, hub: Hub, runner: Runner, diary: Diary) -> Training:
+async def _lead(settings: LeadSettings, hub: Hub, runner: Runner, diary: Diary, way: Way, run: str) -> Training:
     config = settings.config
-    run = secrets.token_hex(8)
+    central = Central(config, settings.resolve, runner)
+    await central.open()
     claims = Claims(node="the aggregator", version=splitlm.__version__, protocol=PROTOCOL, ring=run, role="aggregator")
     failure: asyncio.Future[SplitlmError] = asyncio.get_running_loop().create_future()
 
@@ -130,7 +138,8 @@ async def _lead(settings: LeadSettings, hub: Hub, runner: Runner, diary: Diary) 
         if not failure.done():
             failure.set_result(error)
 
-    door = await tcp.listen(*settings.states, Identity(claims, settings.token), "state", expect_peer="a party")
+    place = Door("aggregator", 0, "state", *settings.states)
+    door = await way.listen(place, Identity(claims, settings.token), expect_peer="a party")
     keeper = _Keeper(settings, runner)
     states = StateHub(door, runner, keeper, config.fine_tune.lora.aggregate, failed)
     orders = Orders(
@@ -138,7 +147,7 @@ async def _lead(settings: LeadSettings, hub: Hub, runner: Runner, diary: Diary) 
         owners=config.server.owners,
         workers=config.server.workers,
         rounds=config.server.global_round,
-        settings=resolved(config),
+        settings=resolved(config) | {"security": {"tls": "on" if settings.tls else "off"}},
         run=run,
         aggregator=(settings.advertise, door.port),
         deadline_s=settings.deadline_s,
@@ -147,6 +156,7 @@ async def _lead(settings: LeadSettings, hub: Hub, runner: Runner, diary: Diary) 
     )
     training_ = Training(hub, orders, states, say=settings.say, record=diary.record)
     training_.begun = lambda classes: setattr(keeper, "classes", classes)
+    training_.evaluate = lambda _: central.evaluate(keeper.classes, states.averages)
     work = asyncio.create_task(training_.run())
     both: set[asyncio.Future[Any]] = {work, failure}
     try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from itertools import pairwise
@@ -77,6 +78,11 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     bytes_per_token: float | None
     stages: tuple[StageTotals, ...]
     hops: tuple[Hop, ...]
+
+
+def perplexity(loss: float) -> float:
+    """Of a mean loss per token in nats; infinite above 700."""
+    return math.exp(loss) if loss < 700 else math.inf
 
 
 def percentile(values: Sequence[float], q: float) -> float:
