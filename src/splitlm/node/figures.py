@@ -1,4 +1,4 @@
-"""What a party's part in a run cost: bytes and frames of each lane, copies, buffers, graphs, and where the time went."""
+"""What a party's part in a run costs: bytes and frames of each lane, copies, buffers, graphs, and where time goes."""
 
 from __future__ import annotations
 
