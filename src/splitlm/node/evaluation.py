@@ -12,6 +12,7 @@ from splitlm.core.errors import DataMissingError
 from splitlm.core.shape import Role
 from splitlm.finetune.data import Rows
 from splitlm.finetune.evaluate import evaluate
+from splitlm.finetune.objective import Objectives
 from splitlm.finetune.recipe import Recipe, Resolve, model_folder, open_recipe, read_rows
 from splitlm.model.runner import Runner
 
@@ -27,10 +28,13 @@ class Central:
         config: the run's settings.
         resolve: finds a model's directory.
         runner: the thread that computes.
+        objectives: the table to look in; None for ours.
     """
 
-    def __init__(self, config: RunConfig, resolve: Resolve, runner: Runner) -> None:
-        self._config, self._resolve, self._runner = config, resolve, runner
+    def __init__(
+        self, config: RunConfig, resolve: Resolve, runner: Runner, objectives: Objectives | None = None
+    ) -> None:
+        self._config, self._resolve, self._runner, self._objectives = config, resolve, runner, objectives
         self._rows: Rows | None = None
         self._recipe: Recipe | None = None
 
@@ -66,7 +70,8 @@ class Central:
         return found
 
     def _open(self, classes: int) -> Recipe:
-        return open_recipe(self._config, model_folder(self._config, self._resolve), classes)
+        folder = model_folder(self._config, self._resolve)
+        return open_recipe(self._config, folder, classes, objectives=self._objectives)
 
     def _read(self) -> Rows | None:
         missing: DataMissingError | None = None

@@ -24,6 +24,7 @@ from splitlm.finetune.crossing import Crossing
 from splitlm.finetune.data import Rows
 from splitlm.finetune.discretion import discreet
 from splitlm.finetune.engine import Engine
+from splitlm.finetune.objective import Objectives
 from splitlm.finetune.plane import Neighbour, Plane
 from splitlm.finetune.recipe import OwnerData, Recipe, Resolve, model_folder, open_recipe, read_rows
 from splitlm.link import tcp
@@ -56,6 +57,7 @@ class PartySettings:
         folder: where checkpoints of this party go; None keeps none.
         dtype: of weights and arithmetic.
         device: that computes: cpu, cuda or cuda:N.
+        objectives: the table to look in; None for ours.
         say: takes one line of progress.
     """
 
@@ -69,6 +71,7 @@ class PartySettings:
     folder: Path | None = None
     dtype: str = "float32"
     device: str = "cpu"
+    objectives: Objectives | None = None
     say: Callable[[str], None] = lambda _: None
 
 
@@ -257,6 +260,7 @@ class _Party:
             config,
             model_folder(config, self._settings.resolve),
             start.classes,
+            objectives=self._settings.objectives,
             dtype=self._settings.dtype,
         )
         if rows is None:

@@ -18,8 +18,9 @@ from splitlm.coordinator.orders import Orders
 from splitlm.coordinator.training import Training
 from splitlm.core import training
 from splitlm.core.config import RunConfig, resolved
-from splitlm.core.errors import SplitlmError
+from splitlm.core.errors import SplitlmError, UsageError
 from splitlm.core.shape import Role
+from splitlm.finetune.objective import Objectives
 from splitlm.finetune.output import write_outputs
 from splitlm.finetune.recipe import Recipe, Resolve, model_folder, open_recipe
 from splitlm.finetune.store import Identity as RunIdentity
@@ -47,6 +48,7 @@ class LeadSettings:
         tls: whether the run's links are over TLS.
         token: join secret.
         deadline_s: how long to wait for parties.
+        objectives: the table to look in, for the coordinator's own evaluation; None for ours.
         say: takes one line of progress.
         record: takes what is known of each window and round.
     """
@@ -59,6 +61,7 @@ class LeadSettings:
     tls: bool = False
     token: str = ""
     deadline_s: float = 60.0
+    objectives: Objectives | None = None
     say: Callable[[str], None] = lambda _: None
     record: Callable[[str, dict[str, Any]], None] = lambda _, __: None
 
@@ -113,6 +116,13 @@ async def lead(settings: LeadSettings, hub: Hub) -> Training:
     Raises:
         SplitlmError: it ended early; see ``Training.run``.
     """
+    if (place := settings.config.server.aggregator) not in (None, "coordinator"):
+        raise UsageError(
+            f"Averages cannot be taken at {place!r}",
+            where=f"{settings.config.where}:server.aggregator",
+            expected="coordinator, or nothing: they are taken in the coordinator's process",
+            remedy="Run the coordinator on the machine that is to average",
+        )
     runner = Runner(background=True)
     diary, run = Diary(None), secrets.token_hex(8)
     try:
@@ -129,7 +139,7 @@ async def lead(settings: LeadSettings, hub: Hub) -> Training:
 
 async def _lead(settings: LeadSettings, hub: Hub, runner: Runner, diary: Diary, way: Way, run: str) -> Training:
     config = settings.config
-    central = Central(config, settings.resolve, runner)
+    central = Central(config, settings.resolve, runner, settings.objectives)
     await central.open()
     claims = Claims(node="the aggregator", version=splitlm.__version__, protocol=PROTOCOL, ring=run, role="aggregator")
     failure: asyncio.Future[SplitlmError] = asyncio.get_running_loop().create_future()
