@@ -9,17 +9,20 @@ if TYPE_CHECKING:
     from splitlm.finetune.objective import register_objective
     from splitlm.local import Generation, Ring
     from splitlm.node.plan import Plan, plan
+    from splitlm.training import TrainRun, train
 
 __version__ = "0.1.0"
-__all__ = ["Generation", "Plan", "Ring", "Sampling", "__version__", "plan", "register_objective"]
+__all__ = ["Generation", "Plan", "Ring", "Sampling", "TrainRun", "__version__", "plan", "register_objective", "train"]
 
 _WHERE = {
     "Generation": "splitlm.local",
     "Plan": "splitlm.node.plan",
     "Ring": "splitlm.local",
     "Sampling": "splitlm.core.sampling",
+    "TrainRun": "splitlm.training",
     "plan": "splitlm.node.plan",
     "register_objective": "splitlm.finetune.objective",
+    "train": "splitlm.training",
 }
 
 

@@ -7,6 +7,8 @@ import json
 import logging
 import sys
 import threading
+from collections.abc import Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
 import msgspec
@@ -15,6 +17,7 @@ from splitlm.core.errors import SplitlmError, UsageError
 
 if TYPE_CHECKING:
     from rich.console import Console as RichConsole
+    from rich.progress import Progress
     from rich.status import Status
 
 LEVELS = ("debug", "info", "warning", "error")
@@ -68,13 +71,49 @@ class Console:
             setattr(self, name, value)
         if self.log_level not in LEVELS:
             raise UsageError(f"{self.log_level!r} is no level", where="--log-level", expected=", ".join(LEVELS))
-        handler = _ToStderr()
-        plain = logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s", "%H:%M:%S")
-        handler.setFormatter(_JsonLines() if self.log_json else plain)
+        handler = _ToStderr(self.log_level.upper())
+        handler.setFormatter(self._formatter())
         root = logging.getLogger("splitlm")
         root.handlers = [handler]
         root.setLevel(self.log_level.upper())
         root.propagate = False
+
+    @contextlib.contextmanager
+    def logged(self, path: Path, *, debug: bool = False) -> Iterator[None]:
+        """Write log lines to a file as well for a while, from ``info`` on, or with ``debug`` all of them.
+
+        Raises:
+            UsageError: it cannot be written.
+        """
+        root = logging.getLogger("splitlm")
+        try:
+            handler = logging.FileHandler(path, encoding="utf-8")
+        except OSError as error:
+            raise UsageError(f"The log cannot be written ({error.strerror})", where=str(path)) from error
+        level, wanted = root.level, logging.DEBUG if debug else logging.INFO
+        handler.setLevel(wanted)
+        handler.setFormatter(self._formatter())
+        root.addHandler(handler)
+        root.setLevel(min(level, wanted) if level else wanted)
+        try:
+            yield
+        finally:
+            root.removeHandler(handler)
+            root.setLevel(level)
+            handler.close()
+
+    def progress(self, *columns: Any) -> Progress | None:
+        """A progress bar on the terminal, to be started and stopped; None in a pipe and with ``--quiet``."""
+        if self.quiet or not sys.stderr.isatty():
+            return None
+        from rich.progress import Progress
+
+        self.done()
+        return Progress(*columns, console=self._terminal(), transient=True)
+
+    def _formatter(self) -> logging.Formatter:
+        plain = "%(asctime)s %(levelname)s %(name)s: %(message)s"
+        return _JsonLines() if self.log_json else logging.Formatter(plain, "%H:%M:%S")
 
     def say(self, text: str) -> None:
         """What is done or awaited from now on."""
