@@ -10,14 +10,15 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from splitlm.bus.star import StarHub
+from splitlm.bus.base import Hub
+from splitlm.core.config import RunConfig
 from splitlm.core.errors import SplitlmError
-from splitlm.link import tcp
-from splitlm.node.identity import node_name, stranger
-from splitlm.node.party import CTRL_TIMEOUT_S
+from splitlm.link.local import LOOPBACK, loopback
+from splitlm.node.guard import Guard
+from splitlm.node.identity import node_name
 from splitlm.node.processes import StageProcess, end_all
+from splitlm.node.trainbus import open_rabbit, open_star
 from splitlm.node.trainlead import LeadSettings, lead
-from splitlm.wire.handshake import Identity
 
 
 @dataclass(frozen=True)
@@ -38,26 +39,47 @@ class LocalSettings:
 
 
 async def coordinate(
-    settings: LeadSettings, listen: tuple[str, int], opened: Callable[[int], None] = lambda _: None
+    settings: LeadSettings,
+    listen: tuple[str, int],
+    opened: Callable[[int], None] = lambda _: None,
+    *,
+    local: bool = False,
 ) -> None:
-    """Be the coordinator of a run whose parties come over TCP.
+    """Be the coordinator of a run, whose parties come over TCP or meet it at the broker, as the settings say.
 
     Args:
         settings: of the run.
-        listen: address of the control port; port 0 takes a free one.
-        opened: told the port.
+        listen: address of the star's control port; port 0 takes a free one. With a broker, the aggregator's.
+        opened: told the control port, or 0 where parties go to the broker.
+        local: whether all roles are on this machine.
 
     Raises:
+        UsageError: there is no certificate where one is needed.
         SplitlmError: the run ended early; see ``lead``.
     """
-    identity = Identity(stranger(node_name("coordinator")), settings.token)
-    listener = await tcp.listen(*listen, identity, "control", expect_peer="a party")
-    hub = StarHub(listener, heartbeat_s=CTRL_TIMEOUT_S / 3, timeout_s=CTRL_TIMEOUT_S)
+    config = settings.config
+    guard = Guard.of(config)
+    hub: Hub
+    if config.bus(local) == "star":
+        tls = guard.wanted(listen[0], settings.advertise, *_tensors(config))
+        hub = await open_star(node_name("coordinator"), listen, settings.token, guard, tls, opened)
+        settings = replace(settings, tls=tls)
+    else:
+        hub = broker = await open_rabbit(config, LOOPBACK if local else settings.advertise)
+        states = listen if local or not loopback(listen[0]) else (broker.host, listen[1])
+        tls = guard.wanted(broker.host, states[0], *_tensors(config))
+        settings = replace(settings, tls=tls, states=states)
     try:
-        opened(listener.port)
+        if config.bus(local) != "star":
+            opened(0)
         await lead(settings, hub)
     finally:
         await hub.close()
+
+
+def _tensors(config: RunConfig) -> list[str]:
+    """Where tensors go, if that is not from party to party."""
+    return [config.rabbit.address] if config.learning.u_shape.transport == "rabbitmq" else []
 
 
 def train_here(settings: LeadSettings, local: LocalSettings) -> None:
@@ -79,7 +101,7 @@ async def _train_here(settings: LeadSettings, local: LocalSettings) -> None:
         except SplitlmError as error:
             failed.set_result(error)
 
-    work = asyncio.create_task(coordinate(settings, ("127.0.0.1", 0), opened))
+    work = asyncio.create_task(coordinate(settings, (LOOPBACK, 0), opened, local=True))
     watch = asyncio.create_task(_early_end(children))
     all_: set[asyncio.Future[Any]] = {work, watch, failed}
     try:
@@ -113,7 +135,8 @@ def _start(settings: LeadSettings, local: LocalSettings, port: int) -> list[Stag
     roles = [("owner", 1, i) for i in range(server.owners)] + [("worker", 2, i) for i in range(server.workers)]
     try:
         for role, layer, number in roles:
-            arguments = [str(local.config), "--layer-id", str(layer), "--join", f"127.0.0.1:{port}"]
+            arguments = [str(local.config), "--layer-id", str(layer), "--tensor-host", LOOPBACK]
+            arguments += ["--join", f"{LOOPBACK}:{port}"] if port else []
             arguments += ["--threads", str(local.threads), "--parent", str(os.getpid())]
             for change in local.changes:
                 arguments += ["--set", change]

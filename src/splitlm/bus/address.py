@@ -3,14 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import socket
 import ssl
 from dataclasses import dataclass, field
 
+import aio_pika
 from aio_pika import exceptions as amqp
 
 from splitlm.core.errors import AddressBusyError, NetworkError, PeerMissingError, PeerRefusedError, ProtocolError
 from splitlm.wire.tls import explain
+
+CONNECT_S = 10.0
+HEARTBEAT_S = 10
+"""Of the connection to the broker; ours to the peers is bus/line.py's."""
+_NOWHERE = logging.NullHandler()
+"""The library logs each failure that is raised as well; where nobody asked for its log, one paragraph is enough."""
 
 
 @dataclass(frozen=True)
@@ -26,6 +34,36 @@ class Address:
 
     def __str__(self) -> str:
         return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+
+
+async def connect(where: Address, name: str) -> aio_pika.abc.AbstractConnection:
+    """One connection, which the broker's list shows under this name.
+
+    Raises:
+        PeerMissingError: no broker is there.
+        PeerRefusedError: it does not let us in.
+    """
+    for library in ("aiormq", "aio_pika"):
+        logging.getLogger(library).addHandler(_NOWHERE)
+    try:
+        async with asyncio.timeout(CONNECT_S):
+            return await aio_pika.connect(
+                host=where.host,
+                port=where.port,
+                login=where.username,
+                password=where.password,
+                virtualhost=where.virtual_host,
+                ssl=where.tls is not None,
+                ssl_context=where.tls,
+                client_properties={"connection_name": name},
+                heartbeat=HEARTBEAT_S,
+            )
+    except TimeoutError:
+        raise PeerMissingError(
+            f"The broker did not answer within {CONNECT_S:g} s", where=str(where), expected="RabbitMQ"
+        ) from None
+    except amqp.CONNECTION_EXCEPTIONS as error:
+        raise refused(error, where) from None
 
 
 def refused(error: BaseException, where: Address) -> NetworkError:

@@ -17,14 +17,11 @@ from typing import Any
 import aio_pika
 from aio_pika.exceptions import CONNECTION_EXCEPTIONS, DeliveryError, PublishError
 
-from splitlm.bus.address import Address, facing, refused
+from splitlm.bus.address import CONNECT_S, Address, connect, facing, refused
 from splitlm.bus.letter import Letter, read
 from splitlm.bus.line import cancel
 from splitlm.core.errors import NetworkError, PeerLostError, PeerMissingError, ProtocolError
 
-CONNECT_S = 10.0
-HEARTBEAT_S = 10
-"""Of the connection to the broker; ours to the peers is bus/line.py's."""
 RETRY_S = (0.1, 2.0)
 """First and longest pause between two attempts to come back to the broker; each is drawn from its half up."""
 OUTAGE_S = 120.0
@@ -35,8 +32,6 @@ PREFETCH = 64
 STALL_S = 0.1
 """Who was kept from listening for longer counts the silence of others from then on."""
 CLOSE_S = 3.0
-_NOWHERE = logging.NullHandler()
-"""The library logs each failure that is raised as well; where nobody asked for its log, one paragraph is enough."""
 _log = logging.getLogger("splitlm.bus")
 
 
@@ -130,8 +125,6 @@ class Broker:
 
     async def _dial(self, *, fresh: bool) -> None:
         """One connection, with our queue and its consumer."""
-        for name in ("aiormq", "aio_pika"):
-            logging.getLogger(name).addHandler(_NOWHERE)
         where, lost = self._address, asyncio.Event()
 
         def broke(*_: Any) -> None:
@@ -142,17 +135,7 @@ class Broker:
 
         try:
             async with asyncio.timeout(CONNECT_S):
-                connection = self._connection = await aio_pika.connect(
-                    host=where.host,
-                    port=where.port,
-                    login=where.username,
-                    password=where.password,
-                    virtualhost=where.virtual_host,
-                    ssl=where.tls is not None,
-                    ssl_context=where.tls,
-                    client_properties={"connection_name": self._queue},
-                    heartbeat=HEARTBEAT_S,
-                )
+                connection = self._connection = await connect(where, self._queue)
                 connection.close_callbacks.add(broke)
                 channel = await connection.channel(publisher_confirms=True, on_return_raises=True)
                 channel.close_callbacks.add(broke)

@@ -39,6 +39,8 @@ class RabbitHub:
     """A ``Hub`` (bus/base.py). Made by ``open``."""
 
     def __init__(self, address: Address, run: str, heartbeat_s: float, timeout_s: float, outage_s: float) -> None:
+        self.host = ""
+        """What spokes call this machine."""
         self._run, self._address = run, address
         self._heartbeat_s, self._timeout_s = heartbeat_s, timeout_s
         self._loop = asyncio.get_running_loop()
@@ -66,6 +68,7 @@ class RabbitHub:
         heartbeat_s: float = HEARTBEAT_S,
         timeout_s: float = TIMEOUT_S,
         outage_s: float = OUTAGE_S,
+        host: str = "",
     ) -> RabbitHub:
         """Be the hub of a run. Only this run's own queue is emptied; the broker's others are not touched.
 
@@ -73,6 +76,7 @@ class RabbitHub:
             tls: a dialler's context (``wire.tls``, with ``check_host``); None leaves the connection plain.
             run: its name, the same for all nodes.
             outage_s: how long the broker may be away before it counts as lost.
+            host: what spokes are to call this machine; empty for its address on the way to the broker.
 
         Raises:
             UsageError: the run has no name, or a long one.
@@ -81,6 +85,7 @@ class RabbitHub:
         where = Address(address, port, username, password, virtual_host, tls)
         hub = cls(where, run, heartbeat_s, timeout_s, outage_s)
         await hub._broker.open()
+        hub.host = host or hub._broker.local_host
         hub._tasks = [asyncio.create_task(hub._tend())]
         return hub
 
@@ -167,7 +172,7 @@ class RabbitHub:
             if peer is None:
                 peer = await self._came(letter, now)
             if not peer.gone:
-                welcome = Letter(kind="welcome", peer=letter.peer, host=self._broker.local_host)
+                welcome = Letter(kind="welcome", peer=letter.peer, host=self.host)
                 self._broker.post(peer.half.queue, welcome)
             return
         if peer is None or peer.gone:

@@ -12,7 +12,6 @@ from pathlib import Path
 import msgspec
 
 from splitlm.bus.base import Spoke
-from splitlm.bus.star import StarSpoke
 from splitlm.core import messages, training
 from splitlm.core.config import RunConfig, read
 from splitlm.core.errors import DataMissingError, NetworkError, PeerLostError, ProtocolError, SplitlmError
@@ -27,18 +26,15 @@ from splitlm.finetune.engine import Engine
 from splitlm.finetune.objective import Objectives
 from splitlm.finetune.plane import Neighbour, Plane
 from splitlm.finetune.recipe import OwnerData, Recipe, Resolve, model_folder, open_recipe, read_rows
-from splitlm.link import tcp
 from splitlm.model.device import find_device, receive_memory
 from splitlm.model.runner import Runner
 from splitlm.node.figures import figures, log_figures
-from splitlm.node.identity import node_name, stranger, watch_parent
+from splitlm.node.identity import node_name, watch_parent
 from splitlm.node.partylinks import LinkSettings, PartyLinks
+from splitlm.node.trainbus import join_rabbit, join_star
 from splitlm.node.tuning import Tuning
-from splitlm.wire.handshake import Identity
 from splitlm.wire.pool import allocate_heap
 
-CTRL_TIMEOUT_S = 10.0
-"""Who says nothing for so long is lost; everyone says something every third of it."""
 _log = logging.getLogger("splitlm.train")
 
 
@@ -75,30 +71,34 @@ class PartySettings:
     say: Callable[[str], None] = lambda _: None
 
 
-async def join_run(settings: PartySettings, coordinator: tuple[str, int], parent: int = 0) -> None:
-    """Join a coordinator over TCP, and take part in its run; see ``run_party``.
+async def join_run(settings: PartySettings, coordinator: tuple[str, int] | None, parent: int = 0) -> None:
+    """Join a coordinator, and take part in its run; see ``run_party``.
 
     Args:
         settings: what the user says.
-        coordinator: its address.
+        coordinator: its address; None where both meet at the broker of the settings.
         parent: the process that started this one for its own run, which has no use without it; 0 for none.
 
     Raises:
-        PeerMissingError: the coordinator did not answer in time. Otherwise as ``run_party``.
+        UsageError: there is no certificate where one is needed.
+        PeerMissingError: the coordinator did not answer in time, or there is no broker. Otherwise as ``run_party``.
     """
-    identity = Identity(stranger(node_name(settings.role)), settings.links.token)
+    links, name = settings.links, node_name(settings.role)
     try:
         async with asyncio.TaskGroup() as group:
             orphaned = group.create_task(watch_parent(parent)) if parent else None
-            channel = await tcp.connect(
-                *coordinator, identity, "control", deadline_s=settings.links.deadline_s, who="the coordinator"
-            )
-            if orphaned is not None:
-                orphaned.cancel()  # from here on the channel ends with it
-            spoke = StarSpoke(channel, heartbeat_s=CTRL_TIMEOUT_S / 3, timeout_s=CTRL_TIMEOUT_S)
+            spoke: Spoke
+            if coordinator is None:
+                spoke = await join_rabbit(settings.config, name, links.host, links.deadline_s)
+            else:
+                spoke = await join_star(name, coordinator, links.host, links.token, links.guard, links.deadline_s)
+                if orphaned is not None:
+                    orphaned.cancel()  # from here on the channel ends with it
             try:
                 await run_party(settings, spoke)
             finally:
+                if orphaned is not None:
+                    orphaned.cancel()
                 await spoke.close()
     except* SplitlmError as errors:
         raise first_error(errors) from None
@@ -186,8 +186,9 @@ class _Party:
             settings.role,
             start.party,
             self._name,
-            start.run,
+            start,
             self._spoke.hub_host,
+            recipe.config,
         )
         plane = Plane(self._on_lost, learning.u_shape.transport_queue_size)
         crossing = Crossing(settings.role, self._device, noise)
@@ -275,6 +276,7 @@ class _Party:
 
 
 def here(config: RunConfig, mine: RunConfig) -> RunConfig:
-    """The run's settings with this machine's places of model and data."""
+    """The run's settings with this machine's places: of model and data, of the broker, of its certificates."""
     server = msgspec.structs.replace(config.server, model_path=mine.server.model_path, data_path=mine.server.data_path)
-    return msgspec.structs.replace(config, server=server)
+    security = msgspec.structs.replace(config.security, certs=mine.security.certs)
+    return msgspec.structs.replace(config, server=server, rabbit=mine.rabbit, security=security)

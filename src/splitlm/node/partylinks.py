@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 import asyncio
-import socket
-import ssl
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from splitlm.core import training
+from splitlm.core.config import RunConfig
 from splitlm.core.errors import NetworkError, SplitlmError
 from splitlm.core.groups import first_error
 from splitlm.core.shape import Role
 from splitlm.finetune.plane import LANES, Neighbour, Plane
 from splitlm.finetune.window import Lane
-from splitlm.link import tcp
+from splitlm.link.local import facing, loopback
 from splitlm.model.device import Allocate
 from splitlm.model.tunable import TunableFiles
+from splitlm.node.guard import Guard
 from splitlm.node.identity import tuning_claims
-from splitlm.wire.channel import Channel
+from splitlm.node.ways import Direct, Door, Way, open_way
+from splitlm.wire.channel import Channel, Listener
 from splitlm.wire.handshake import Identity
 from splitlm.wire.pool import BufferPool, allocate_heap
 
@@ -27,11 +28,11 @@ class LinkSettings:
     """How a party is reached.
 
     Attributes:
-        host: that owners and the coordinator see; empty for the one that faces the coordinator.
+        host: that owners see; empty for the address that routes to the coordinator.
         port: of the activation lane; the gradient lane takes the next one, or both take free ones where it is 0.
         bind: what is listened on; empty for ``host``.
         token: join secret.
-        tls: contexts of the dialling and the listening side, or None.
+        guard: whether links are to be over TLS, and with which certificate.
         deadline_s: how long to wait for a neighbour.
         pool_bytes: bound of what a lane receives and was not computed yet.
         allocate: gives the memory for it.
@@ -41,7 +42,7 @@ class LinkSettings:
     port: int = 0
     bind: str = ""
     token: str = ""
-    tls: tuple[ssl.SSLContext, ssl.SSLContext] | None = None
+    guard: Guard = field(default_factory=Guard)
     deadline_s: float = 60.0
     pool_bytes: int = 67108864
     allocate: Allocate = allocate_heap
@@ -56,8 +57,9 @@ class PartyLinks:
         role: what it is.
         number: of it among those of its role.
         name: how it calls itself.
-        run: number of the run.
+        start: what the coordinator said: the run's number, and where the aggregator is.
         hub_host: the coordinator's host as seen from here.
+        config: of the run, with this machine's own ways to the broker and to certificates.
     """
 
     def __init__(
@@ -67,14 +69,16 @@ class PartyLinks:
         role: Role,
         number: int,
         name: str,
-        run: str,
+        start: training.Start,
         hub_host: str,
+        config: RunConfig,
     ) -> None:
         self._settings, self._role, self._number = settings, role, number
-        self._hub_host = hub_host
-        claims = tuning_claims(name, files, role=role, place=number, run=run)
+        self._start, self._hub_host, self._config = start, hub_host, config
+        claims = tuning_claims(name, files, role=role, place=number, run=start.run)
         self._identity = Identity(claims, settings.token)
-        self._doors: list[tcp.TcpListener] = []
+        self._way: Way = Direct()
+        self._doors: list[Listener] = []
         self._tasks: list[asyncio.Task[None]] = []
         self._state: Channel | None = None
         # A pool of its own for each lane: full of activations, the one cannot keep gradients out.
@@ -94,21 +98,31 @@ class PartyLinks:
         return (self._state.bytes_in, self._state.bytes_out) if self._state is not None else (0, 0)
 
     async def listen(self, plane: Plane) -> tuple[str, int, int]:
-        """A worker's doors; its host and ports, to be told to owners. Owners have none."""
-        settings = self._settings
+        """A worker's doors; its host and ports, to be told to owners. Owners have none.
+
+        Raises:
+            UsageError: there is no certificate where links are over TLS.
+            PeerRefusedError: the run is over TLS and this machine's links are not to be, or the other way round.
+            NetworkError: a port is taken, or the broker is not there.
+        """
+        settings, config = self._settings, self._config
+        host = settings.host or await asyncio.to_thread(facing, self._hub_host)
+        ends = [host, self._hub_host, self._start.aggregator[0]]
+        if config.learning.u_shape.transport == "rabbitmq":
+            ends = [config.rabbit.address]
+        tls = settings.guard.agreed(config.security.tls, *ends)
+        self._way = await open_way(config, self._start.run, tls)
         if self._role != "worker":
-            return settings.host, 0, 0
-        bind = settings.bind or settings.host or _facing(self._hub_host)
+            return host, 0, 0
         ports = {}
         for i, lane in enumerate(reversed(LANES)):
             port = settings.port + i if settings.port else 0
-            door = await tcp.listen(
-                bind, port, self._identity, lane, pool=self._pools[lane], expect_peer="an owner", tls=_tls(settings, 1)
-            )
+            place = Door("worker", self._number, lane, settings.bind or host, port)
+            door = await self._way.listen(place, self._identity, expect_peer="an owner", pool=self._pools[lane])
             self._doors.append(door)
             ports[lane] = door.port
             self._tasks.append(asyncio.create_task(self._accept(door, lane, plane)))
-        return settings.host, ports["activation"], ports["gradient"]
+        return host, ports["activation"], ports["gradient"]
 
     async def meet(self, plane: Plane, peers: training.Peers, aggregator: tuple[str, int]) -> Channel:
         """Link to all that take part; the link to the aggregator.
@@ -117,6 +131,7 @@ class PartyLinks:
             NetworkError: somebody did not come in time, or is not who it must be.
         """
         settings = self._settings
+        self._check_plain([peer.host for peer in peers.workers])
         try:
             async with asyncio.TaskGroup() as group:
                 state = group.create_task(self._dial_aggregator(aggregator))
@@ -140,38 +155,37 @@ class PartyLinks:
         await asyncio.gather(*(door.close() for door in self._doors))
         if self._state is not None:
             await self._state.close()
+        await self._way.close()
+
+    def _check_plain(self, hosts: list[str]) -> None:
+        """Where TLS is to be on by itself, no plain link leaves this machine, whoever was told of it late."""
+        away = [host for host in hosts if not loopback(host)]
+        if self._settings.guard.mode == "auto" and away and isinstance(self._way, Direct) and self._way.tls is None:
+            raise NetworkError(
+                f"A worker is at {away[0]}, on another machine, and the run's links are plain",
+                expected="links over TLS",
+                remedy="Set security.tls: on everywhere, with each node's own folder of splitlm certs",
+            )
 
     async def _dial(self, plane: Plane, peer: training.Peer) -> None:
         who: Neighbour = ("worker", peer.worker)
         if who in plane.neighbours:
             return
-        identity = self._identity.awaiting(peer.worker)
-        for lane, port in (("activation", peer.activation), ("gradient", peer.gradient)):
-            lane_: Lane = "activation" if lane == "activation" else "gradient"
-            channel = await tcp.connect(
-                peer.host or self._hub_host,
-                port,
-                identity,
-                lane_,
-                deadline_s=self._settings.deadline_s,
-                who=f"worker {peer.worker}",
-                pool=self._pools[lane_],
-                tls=_tls(self._settings, 0),
+        identity, pools, deadline_s = self._identity.awaiting(peer.worker), self._pools, self._settings.deadline_s
+        host = peer.host or self._hub_host
+        lanes: list[tuple[Lane, int]] = [("activation", peer.activation), ("gradient", peer.gradient)]
+        for lane, port in lanes:
+            door = Door("worker", peer.worker, lane, host, port)
+            channel = await self._way.dial(
+                door, identity, deadline_s=deadline_s, who=f"worker {peer.worker}", pool=pools[lane]
             )
-            plane.attach(who, lane_, channel)
+            plane.attach(who, lane, channel)
 
     async def _dial_aggregator(self, at: tuple[str, int]) -> Channel:
-        return await tcp.connect(
-            at[0] or self._hub_host,
-            at[1],
-            self._identity,
-            "state",
-            deadline_s=self._settings.deadline_s,
-            who="the aggregator",
-            tls=_tls(self._settings, 0),
-        )
+        door = Door("aggregator", 0, "state", at[0] or self._hub_host, at[1])
+        return await self._way.dial(door, self._identity, deadline_s=self._settings.deadline_s, who="the aggregator")
 
-    async def _accept(self, door: tcp.TcpListener, lane: Lane, plane: Plane) -> None:
+    async def _accept(self, door: Listener, lane: Lane, plane: Plane) -> None:
         while True:
             try:
                 channel = await door.accept()
@@ -188,20 +202,3 @@ class PartyLinks:
             while not owners <= plane.neighbours:
                 self._came.clear()
                 await self._came.wait()
-
-
-def _tls(settings: LinkSettings, side: int) -> ssl.SSLContext | None:
-    return settings.tls[side] if settings.tls is not None else None
-
-
-def _facing(hub_host: str) -> str:
-    """This machine's address that routes to the coordinator."""
-    if hub_host in ("", "memory"):
-        return "127.0.0.1"
-    with socket.socket(socket.AF_INET6 if ":" in hub_host else socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        try:
-            probe.connect((hub_host, 9))
-            host: str = probe.getsockname()[0]
-            return host
-        except OSError:
-            return "127.0.0.1"
