@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import typer
 
-from splitlm.cli import bench, certs, check, demo, doctor, generate, plan, stage, train
+from splitlm.cli import bench, certs, check, demo, doctor, export, generate, plan, stage, train
 from splitlm.cli.console import Console, ReaderGoneError
 from splitlm.cli.interrupts import Interrupts
 from splitlm.cli.verb import verb
@@ -30,7 +30,8 @@ app.command("generate")(verb(generate.generate))
 app.command("stage")(verb(stage.stage))
 app.command("train")(verb(train.train))
 app.command("coordinator")(verb(train.coordinator))
-app.command("client")(verb(train.client))
+app.command("client", context_settings=train.UNDERSCORES)(verb(train.client))
+app.command("export")(verb(export.export))
 app.command("certs")(verb(certs.certs))
 app.add_typer(check.app, name="check")
 app.add_typer(bench.app, name="bench")

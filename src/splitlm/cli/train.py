@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import logging
 import os
 import signal
-import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
+import msgspec
 import typer
 
 from splitlm.cli import options as o
@@ -21,41 +24,31 @@ if TYPE_CHECKING:
 
 ConfigFile = Annotated[Path, typer.Argument(metavar="CONFIG", help="The file of settings (YAML).")]
 Changes = Annotated[list[str], typer.Option("--set", metavar="KEY=VALUE", help="Override a setting: a.b=c.")]
-JoinSecret = o.TokenFile
+AsJson = Annotated[bool, typer.Option("--json", help="The closing summary as one JSON object.")]
+UNDERSCORES = {"token_normalize_func": lambda word: word.replace("_", "-")}
+"""Options are taken with underscores too (``--layer_id``), as older scripts write them."""
+_log = logging.getLogger("splitlm.train")
 
 
-def read_config(path: Path, changes: list[str]) -> RunConfig:
-    """The settings of a run, checked; relative paths count from the file's folder.
+def read_config(voice: Console, path: Path, changes: list[str]) -> RunConfig:
+    """The settings of a run, checked; what a user should hear of them is said.
 
     Raises:
         UsageError: the file is not there, is not YAML, or a setting is wrong.
     """
-    import yaml
+    from splitlm.core.config_cautions import cautions
+    from splitlm.finetune.runfile import read_run
 
-    from splitlm.core.config import override, read
-
-    def parse(text: str) -> object:
-        try:
-            return yaml.safe_load(text)
-        except yaml.YAMLError as error:
-            raise UsageError(f"{text!r} is no value ({error})", where="--set", expected="a YAML value") from error
-
-    try:
-        mapping = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(
-            f"The settings cannot be read ({getattr(error, 'strerror', None) or error})",
-            where=str(path),
-            expected="a YAML file",
-        ) from error
-    except yaml.YAMLError as error:
-        raise UsageError(
-            f"The file is not YAML ({' '.join(str(error).split())[:300]})", where=str(path), expected="settings"
-        ) from error
-    folder = path.resolve().parent
-    config = read(override(mapping or {}, changes, parse), str(path)).rooted(lambda name: str(folder / name))
-    config.check()
+    config = read_run(path, changes)
+    for caution in cautions(config):
+        voice.warn(caution)
     return config
+
+
+def list_unused(config: RunConfig, *, local: bool) -> None:
+    """Write to the log, once, which settings this run does not read."""
+    if unused := config.unused_here(local):
+        _log.info("Settings that this run does not read: %s", ", ".join(unused))
 
 
 def train(
@@ -66,6 +59,7 @@ def train(
     folder: Annotated[Path | None, typer.Option(help="Folder of the run (default: log_path/NAME-TIME).")] = None,
     threads: Annotated[int, typer.Option(help="Threads of each party.")] = 1,
     deadline: o.Deadline = 60.0,
+    as_json: AsJson = False,
 ) -> None:
     """Fine-tune a model that is cut between owners of data and workers."""
     if not local:
@@ -76,57 +70,64 @@ def train(
             remedy="Elsewhere: splitlm coordinator on one machine, and splitlm client on each of the others",
         )
     voice = console(context)
-    settings = read_config(config, changes)
-    place = run_folder(settings, folder)
-    voice.say("starting")
-    with held():
-        from splitlm.localtrain import LocalSettings, train_here
-
+    settings = read_config(voice, config, changes)
     threads = o.at_least(1, threads, "--threads")
-    parties = LocalSettings(config.resolve(), changes, place, threads)
-    train_here(lead_settings(voice, settings, place, deadline), parties)
-    voice.note(f"the run is in {place}")
+    wait = o.seconds(deadline, "--deadline")
+    lead_run(voice, settings, config, as_json, folder, changes=changes, threads=threads, deadline_s=wait)
 
 
 def coordinator(
     context: typer.Context,
     config: ConfigFile = Path("config.yaml"),
-    listen: Annotated[str, typer.Option(metavar="HOST:PORT", help="Control port of the parties.")] = "127.0.0.1:0",
+    listen: Annotated[
+        str, typer.Option(metavar="HOST:PORT", help="Control port of the parties; with a broker, the aggregator's.")
+    ] = "127.0.0.1:0",
+    advertise: Annotated[str, typer.Option(help="Host at which parties reach this machine, where it differs.")] = "",
     changes: Changes = [],  # noqa: B006 - typer reads it
     folder: Annotated[Path | None, typer.Option(help="Folder of the run (default: log_path/NAME-TIME).")] = None,
     deadline: o.Deadline = 60.0,
     token_file: o.TokenFile = None,
+    as_json: AsJson = False,
 ) -> None:
     """Coordinate a training run: owners and workers come with splitlm client."""
     voice = console(context)
-    settings = read_config(config, changes)
+    settings = read_config(voice, config, changes)
     address = o.address(listen, "--listen")
-    place = run_folder(settings, folder)
-    with held():
-        from splitlm.localtrain import coordinate
 
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-    token = o.read_token(token_file)
-    lead = lead_settings(voice, settings, place, deadline, token=token, states=(address[0], 0))
-    asyncio.run(
-        coordinate(
-            lead, address, lambda port: voice.note(f"parties join with: splitlm client --join {address[0]}:{port}")
-        )
+    def opened(port: int) -> None:
+        how = f" --join {advertise or address[0]}:{port}" if port else ", at the broker"
+        voice.note(f"parties join with: splitlm client {config}{how}")
+
+    lead_run(
+        voice,
+        settings,
+        config,
+        as_json,
+        folder,
+        local=False,
+        changes=changes,
+        deadline_s=o.seconds(deadline, "--deadline"),
+        listen=address,
+        advertise=advertise,
+        token=o.read_token(token_file),
+        opened=opened,
     )
-    voice.note(f"the run is in {place}")
 
 
 def client(
     context: typer.Context,
     config: ConfigFile = Path("config.yaml"),
-    layer_id: Annotated[int, typer.Option("--layer-id", "--layer_id", help="1: an owner of data. 2: a worker.")] = 1,
+    layer_id: Annotated[int, typer.Option(help="1: an owner of data. 2: a worker.")] = 1,
     join: Annotated[str, typer.Option(metavar="HOST:PORT", help="The coordinator's address.")] = "",
     changes: Changes = [],  # noqa: B006 - typer reads it
     data: Annotated[Path | None, typer.Option(help="Rows that are all this owner's.")] = None,
-    device: Annotated[str, typer.Option(help="cpu, or cuda.")] = "cpu",
+    device: Annotated[str, typer.Option(help="Where it computes: cpu, cuda or cuda:N.")] = "cpu",
     compute_weight: Annotated[float, typer.Option(help="A worker's share of the work, against the others'.")] = 1.0,
-    tensor_host: Annotated[str, typer.Option(help="Host at which owners reach this worker.")] = "",
-    tensor_port: Annotated[int, typer.Option(help="Its port; 0 takes a free one.")] = 0,
+    tensor_host: Annotated[
+        str,
+        typer.Option(help="Host at which others reach this machine (default: its address towards the coordinator)."),
+    ] = "",
+    tensor_port: Annotated[int, typer.Option(help="A worker's port, and the next one; 0 takes free ones.")] = 0,
     tensor_bind: Annotated[str, typer.Option(help="Address to listen on, where it differs.")] = "",
     threads: Annotated[int, typer.Option(help="Threads; 0 leaves torch's choice.")] = 0,
     deadline: o.Deadline = 60.0,
@@ -137,23 +138,24 @@ def client(
     voice = console(context)
     if layer_id not in (1, 2):
         raise UsageError(f"--layer-id is {layer_id}", where="splitlm client", expected="1 (owner) or 2 (worker)")
-    if not join:
-        raise UsageError("There is no coordinator to join", where="--join", expected="HOST:PORT, as it prints it")
-    settings = read_config(config, changes)
-    at = o.address(join, "--join")
+    settings = read_config(voice, config, changes)
+    at = coordinator_address(settings, join, local=bool(parent))
     with held():
+        from splitlm.model.device import find_device
         from splitlm.model.source import resolve
+        from splitlm.node.guard import Guard
         from splitlm.node.party import PartySettings, join_run
         from splitlm.node.partylinks import LinkSettings
 
+    find_device(device)
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    _ = device
     shape = settings.learning.u_shape
     links = LinkSettings(
         host=tensor_host,
         port=tensor_port,
         bind=tensor_bind,
         token=o.read_token(token_file),
+        guard=Guard.of(settings),
         deadline_s=deadline,
         pool_bytes=shape.pool_bytes,
     )
@@ -165,44 +167,90 @@ def client(
         weight=compute_weight,
         threads=o.at_least(0, threads, "--threads"),
         own_data=data,
+        device=device,
         say=voice.say,
     )
-    asyncio.run(join_run(party, at, parent))
+    with party_log(voice, settings, party.role, parent):
+        list_unused(settings, local=bool(parent))
+        asyncio.run(join_run(party, at, parent))
     if not parent:
         voice.note("the run is over")
 
 
-def run_folder(config: RunConfig, folder: Path | None) -> Path:
-    """The run's folder, made.
+def coordinator_address(config: RunConfig, join: str, *, local: bool) -> tuple[str, int] | None:
+    """Where a party finds the coordinator; None where both meet at the broker.
 
     Raises:
-        UsageError: it cannot be made, or holds something.
+        UsageError: it is not said, or said where it is not used.
     """
-    place = folder or Path(config.log_path) / f"{config.name}-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
+    if config.bus(local) == "star":
+        if not join:
+            raise UsageError("There is no coordinator to join", where="--join", expected="HOST:PORT, as it prints it")
+        return o.address(join, "--join")
+    if join:
+        raise UsageError(
+            f"The settings meet at the broker {config.rabbit.address}, where no coordinator is joined by its address",
+            where=f"--join {join}",
+            remedy="Leave it out, or set server.bus: star",
+        )
+    return None
+
+
+def lead_run(voice: Console, settings: RunConfig, file: Path, as_json: bool, folder: Path | None, **how: Any) -> None:
+    """Lead a run to its end and sum it up; ``how`` is as ``splitlm.train`` takes it."""
+    from splitlm.cli.train_view import TrainView, tell
+
+    voice.say("starting")
+    with held():
+        from splitlm.finetune.runfile import run_folder
+        from splitlm.training import train as run_it
+
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # for which asyncio puts a gentler one
+    place = run_folder(settings, folder)
+    view = TrainView(voice, settings)
     try:
-        place.mkdir(parents=True, exist_ok=folder is not None)
+        with voice.logged(place / "coordinator.log", debug=settings.debug_mode):
+            list_unused(settings, local=how.get("local", True))
+            run = run_it(file, folder=place, say=view.say, record=view.record, **how)
+    except BaseException:
+        remove_if_idle(place)
+        raise
+    finally:
+        view.close()
+    if as_json:
+        output = str(run.output) if run.output is not None else None
+        voice.json({"folder": str(run.folder), "output": output, **msgspec.to_builtins(run.summary)})
+    else:
+        tell(voice, run, settings)
+
+
+@contextlib.contextmanager
+def party_log(voice: Console, config: RunConfig, role: str, parent: int) -> Iterator[None]:
+    """Where a party's log goes: a file below ``log_path``; stderr where whoever started it keeps that.
+
+    Raises:
+        UsageError: the file cannot be written.
+    """
+    if parent:
+        voice.set(log_level="debug" if config.debug_mode else "info")
+        yield
+        return
+    folder = Path(config.log_path)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise UsageError(f"The folder cannot be made ({error.strerror})", where=str(place)) from error
-    return place
+        raise UsageError(f"log_path cannot be made ({error.strerror or error})", where=str(folder)) from error
+    path = folder / f"{config.name}-{role}-{os.getpid()}.log"
+    with voice.logged(path, debug=config.debug_mode):
+        yield
+    voice.note(f"the log is {path}")
 
 
-def lead_settings(voice: Console, config: RunConfig, folder: Path, deadline: float, **more: Any) -> Any:
-    """What the coordinator is told."""
-    from splitlm.model.source import resolve
-    from splitlm.node.trainlead import LeadSettings
-
-    def record(kind: str, row: dict[str, Any]) -> None:
-        if kind == "round":
-            voice.note(
-                f"round {row['round'] + 1}: " + ", ".join(f"{k} {v:.4g}" for k, v in row.items() if v is not None)
-            )
-
-    return LeadSettings(
-        config,
-        lambda name, weights: resolve(name, weights=weights, progress=voice.say),
-        folder=folder,
-        deadline_s=deadline,
-        say=voice.say,
-        record=record,
-        **more,
-    )
+def remove_if_idle(folder: Path) -> None:
+    """Take away the folder of a run that never began: nothing lies in it but logs."""
+    with contextlib.suppress(OSError):
+        logs = list(folder.iterdir())
+        if all(path.suffix in (".log", ".yaml") and path.name != "config.yaml" for path in logs):
+            for path in logs:
+                path.unlink()
+            folder.rmdir()
