@@ -94,6 +94,8 @@ def train_here(settings: LeadSettings, local: LocalSettings) -> None:
 async def _train_here(settings: LeadSettings, local: LocalSettings) -> None:
     children: list[StageProcess] = []
     failed: asyncio.Future[SplitlmError] = asyncio.get_running_loop().create_future()
+    begun = asyncio.Event()
+    settings = replace(settings, begun=begun.set)
 
     def opened(port: int) -> None:
         try:
@@ -102,7 +104,7 @@ async def _train_here(settings: LeadSettings, local: LocalSettings) -> None:
             failed.set_result(error)
 
     work = asyncio.create_task(coordinate(settings, (LOOPBACK, 0), opened, local=True))
-    watch = asyncio.create_task(_early_end(children))
+    watch = asyncio.create_task(_early_end(children, begun))
     all_: set[asyncio.Future[Any]] = {work, watch, failed}
     try:
         await asyncio.wait(all_, return_when=asyncio.FIRST_COMPLETED)
@@ -118,14 +120,19 @@ async def _train_here(settings: LeadSettings, local: LocalSettings) -> None:
         await asyncio.to_thread(end_all, children)
 
 
-async def _early_end(children: Sequence[StageProcess]) -> SplitlmError | None:
-    """The first party that fails before any has said a word to the coordinator: nobody else would tell."""
-    while True:
+async def _early_end(children: Sequence[StageProcess], begun: asyncio.Event) -> SplitlmError | None:
+    """The first party that fails before all were here: nobody else would tell. Later the coordinator hears of it."""
+    while not begun.is_set():
         await asyncio.sleep(0.2)
         for child in children:
             if child.exit_code not in (None, 0) and (error := child.failure()) is not None:
-                await asyncio.sleep(1.0)  # where the coordinator heard of it, it ends the run, or goes on without
-                return error
+                await asyncio.sleep(1.0)  # where the coordinator heard of it, it ends the run
+                return error if not begun.is_set() else await _never()
+    return await _never()
+
+
+async def _never() -> None:
+    await asyncio.get_running_loop().create_future()
 
 
 def _start(settings: LeadSettings, local: LocalSettings, port: int) -> list[StageProcess]:
@@ -138,6 +145,7 @@ def _start(settings: LeadSettings, local: LocalSettings, port: int) -> list[Stag
             arguments = [str(local.config), "--layer-id", str(layer), "--tensor-host", LOOPBACK]
             arguments += ["--join", f"{LOOPBACK}:{port}"] if port else []
             arguments += ["--threads", str(local.threads), "--parent", str(os.getpid())]
+            arguments += ["--folder", str(settings.folder)] if settings.folder is not None else []
             for change in local.changes:
                 arguments += ["--set", change]
             log = local.logs / f"{role}-{number}.log" if local.logs else None

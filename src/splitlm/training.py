@@ -50,6 +50,7 @@ def train(
     local: bool = True,
     objectives: Objectives | None = None,
     folder: str | Path | None = None,
+    resume: str | Path | None = None,
     changes: Sequence[str] = (),
     threads: int = 1,
     deadline_s: float = 60.0,
@@ -69,6 +70,7 @@ def train(
         objectives: a table with entries of one's own (``register_objective``). They are functions of this process and
             travel to no other, so all roles then run in this one, on one compute thread; for ``local`` runs only.
         folder: of the run; by default a new one below ``log_path``.
+        resume: the folder of an earlier run of these settings, to go on with from its last complete round.
         changes: ``a.b=c`` each, over what ``config`` says.
         threads: intra-op threads of each party.
         deadline_s: how long to wait for parties.
@@ -92,7 +94,8 @@ def train(
         )
     file = Path(config) if isinstance(config, str | Path) else None
     settings = config if isinstance(config, RunConfig) else read_run(file or config, changes)  # type: ignore[arg-type]
-    place = run_folder(settings, Path(folder) if folder is not None else None)
+    new = Path(folder) if folder is not None else None
+    place = Path(resume) if resume is not None else run_folder(settings, new)
     rows, began = TrainRows(), [time.perf_counter()]
 
     def keep(kind: str, row: dict[str, Any]) -> None:
@@ -105,6 +108,7 @@ def train(
         settings,
         lambda name, weights: resolve(name, weights=weights, progress=say),
         folder=place,
+        resume=resume is not None,
         deadline_s=deadline_s,
         states=(listen[0], 0),
         advertise=advertise,

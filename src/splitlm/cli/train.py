@@ -24,6 +24,9 @@ if TYPE_CHECKING:
 
 ConfigFile = Annotated[Path, typer.Argument(metavar="CONFIG", help="The file of settings (YAML).")]
 Changes = Annotated[list[str], typer.Option("--set", metavar="KEY=VALUE", help="Override a setting: a.b=c.")]
+Resume = Annotated[
+    Path | None, typer.Option(metavar="RUN", help="Go on with the run in this folder, from its last complete round.")
+]
 AsJson = Annotated[bool, typer.Option("--json", help="The closing summary as one JSON object.")]
 UNDERSCORES = {"token_normalize_func": lambda word: word.replace("_", "-")}
 """Options are taken with underscores too (``--layer_id``), as older scripts write them."""
@@ -57,6 +60,7 @@ def train(
     local: Annotated[bool, typer.Option("--local", help="Run all roles on this machine.")] = False,
     changes: Changes = [],  # noqa: B006 - typer reads it
     folder: Annotated[Path | None, typer.Option(help="Folder of the run (default: log_path/NAME-TIME).")] = None,
+    resume: Resume = None,
     threads: Annotated[int, typer.Option(help="Threads of each party.")] = 1,
     deadline: o.Deadline = 60.0,
     as_json: AsJson = False,
@@ -73,7 +77,7 @@ def train(
     settings = read_config(voice, config, changes)
     threads = o.at_least(1, threads, "--threads")
     wait = o.seconds(deadline, "--deadline")
-    lead_run(voice, settings, config, as_json, folder, changes=changes, threads=threads, deadline_s=wait)
+    lead_run(voice, settings, config, as_json, folder, resume=resume, changes=changes, threads=threads, deadline_s=wait)
 
 
 def coordinator(
@@ -85,6 +89,7 @@ def coordinator(
     advertise: Annotated[str, typer.Option(help="Host at which parties reach this machine, where it differs.")] = "",
     changes: Changes = [],  # noqa: B006 - typer reads it
     folder: Annotated[Path | None, typer.Option(help="Folder of the run (default: log_path/NAME-TIME).")] = None,
+    resume: Resume = None,
     deadline: o.Deadline = 60.0,
     token_file: o.TokenFile = None,
     as_json: AsJson = False,
@@ -105,6 +110,7 @@ def coordinator(
         as_json,
         folder,
         local=False,
+        resume=resume,
         changes=changes,
         deadline_s=o.seconds(deadline, "--deadline"),
         listen=address,
@@ -121,6 +127,7 @@ def client(
     join: Annotated[str, typer.Option(metavar="HOST:PORT", help="The coordinator's address.")] = "",
     changes: Changes = [],  # noqa: B006 - typer reads it
     data: Annotated[Path | None, typer.Option(help="Rows that are all this owner's.")] = None,
+    folder: Annotated[Path | None, typer.Option(help="Where this party stores each round, to go on from it.")] = None,
     device: Annotated[str, typer.Option(help="Where it computes: cpu, cuda or cuda:N.")] = "cpu",
     compute_weight: Annotated[float, typer.Option(help="A worker's share of the work, against the others'.")] = 1.0,
     tensor_host: Annotated[
@@ -167,6 +174,7 @@ def client(
         weight=compute_weight,
         threads=o.at_least(0, threads, "--threads"),
         own_data=data,
+        folder=folder,
         device=device,
         say=voice.say,
     )
@@ -206,12 +214,14 @@ def lead_run(voice: Console, settings: RunConfig, file: Path, as_json: bool, fol
         from splitlm.training import train as run_it
 
     signal.signal(signal.SIGINT, signal.default_int_handler)  # for which asyncio puts a gentler one
-    place = run_folder(settings, folder)
+    if (earlier := how.get("resume")) is not None and not (earlier / "config.yaml").is_file():
+        raise UsageError("There is no run here", where=f"--resume {earlier}", expected="the folder of an earlier run")
+    place = earlier or run_folder(settings, folder)
     view = TrainView(voice, settings)
     try:
         with voice.logged(place / "coordinator.log", debug=settings.debug_mode):
             list_unused(settings, local=how.get("local", True))
-            run = run_it(file, folder=place, say=view.say, record=view.record, **how)
+            run = run_it(file, folder=place if earlier is None else None, say=view.say, record=view.record, **how)
     except BaseException:
         remove_if_idle(place)
         raise

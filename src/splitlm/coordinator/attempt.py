@@ -35,7 +35,7 @@ class Attempt:
         self._plans: dict[Who, training.Plan] = {}
         self._opened = False
         self._outcome = ""
-        self._reason = ""
+        self.reason = ""
         self._left = 0
 
     async def run(self) -> str:
@@ -130,13 +130,13 @@ class Attempt:
                 case "say COMMIT":
                     await run.tell_all(messages.Commit(self.seq, 0))
                 case "say ABORT":
-                    self._reason = reason or action.reason
-                    await run.tell_all(messages.Abort(self.seq, self._reason[:REASON]))
+                    self.reason = reason or action.reason
+                    await run.tell_all(messages.Abort(self.seq, self.reason[:REASON]))
                     await self._on(Event("told", self.seq))
                 case "report aborted":
                     self._outcome = "without" if self._left else "again"
                     what = "window" if self._train else "validation window"
-                    run.say(f"{what} {standing.window} of round {standing.round} is done again: {self._reason}")
+                    run.say(f"{what} {standing.window} of round {standing.round} is done again: {self.reason}")
                 case "report committed":
                     self._outcome = "stepped"
                 case "stop: violation":

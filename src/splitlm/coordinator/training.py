@@ -12,7 +12,7 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 from splitlm.bus.base import Hub, PeerCame, PeerGone
-from splitlm.coordinator.attempt import REASON, Attempt
+from splitlm.coordinator.attempt import PATIENCE, REASON, Attempt
 from splitlm.coordinator.members import Lost, Member, Members, Who
 from splitlm.coordinator.orders import Aggregator, Orders, Standing
 from splitlm.core import messages, training
@@ -263,7 +263,8 @@ class Training:
         while waiting := [m for m in self.members.of("owner") if m.who not in self.standing.notified]:
             names = ", ".join(map(str, waiting))
             try:
-                member, said = await self.hear(self.orders.timeout_s, f"{names} to finish round {self.standing.round}")
+                patience = self.orders.timeout_s * PATIENCE
+                member, said = await self.hear(patience, f"{names} to finish round {self.standing.round}")
             except Lost as lost:
                 await self.without(lost)
                 continue
@@ -332,7 +333,8 @@ class Training:
         """
         tries = 0
         while True:
-            outcome = await Attempt(self, train=train).run()
+            attempt = Attempt(self, train=train)
+            outcome = await attempt.run()
             if outcome in ("stepped", "over"):
                 self.standing.windows += train and outcome == "stepped"
                 return outcome == "stepped"
@@ -340,7 +342,8 @@ class Training:
             tries = 0 if outcome == "without" else tries + 1
             if tries >= TRIES:
                 raise NetworkError(
-                    f"Window {self.standing.window} of round {self.standing.round} failed {TRIES} times",
+                    f"Window {self.standing.window} of round {self.standing.round} failed {TRIES} times, at last: "
+                    + attempt.reason.rstrip(". "),
                     remedy="Look at the parties' logs, and go on with splitlm train --resume",
                 )
 

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from splitlm.core import training
+from splitlm.core import messages, training
 from splitlm.core.message import Message
 
 
 class Heard:
     """The newest message of each kind: their numbers, of an attempt or of a round, only grow.
 
-    The barrier's own messages are not counted here; its table (core/barrier.py) knows what to do with them.
+    Of the barrier's messages these are its answers, which may come again when it is long over; what a leader repeats,
+    the follower's table (core/barrier.py) knows.
     """
 
     def __init__(self) -> None:
@@ -19,6 +20,8 @@ class Heard:
         """Whether this, or a later one of its kind, was heard before; from now on it was."""
         match said:
             case training.Window() | training.Plan() | training.Opened() | training.Stepped():
+                number = said.seq
+            case messages.Prepared() | messages.Nack() | messages.Done():
                 number = said.seq
             case training.Round() | training.Over() | training.Notify() | training.Gather() | training.Saved():
                 number = said.round

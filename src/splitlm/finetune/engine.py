@@ -13,11 +13,11 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from splitlm.core.errors import NetworkError, ProtocolError
+from splitlm.core.errors import ProtocolError
 from splitlm.finetune.batch import Microbatch
 from splitlm.finetune.crossing import Crossing
 from splitlm.finetune.party import Party
-from splitlm.finetune.plane import Neighbour, Plane
+from splitlm.finetune.plane import LinkLostError, Neighbour, Plane
 from splitlm.finetune.window import Out, WindowScale
 from splitlm.model.runner import Runner
 from splitlm.model.tuned import Key
@@ -98,7 +98,7 @@ class Engine:
 
         Raises:
             ModelError: a loss, hidden state or gradient is not finite; party, window and microbatch are named.
-            NetworkError: nothing came for too long.
+            LinkLostError: nothing came of a worker for too long.
             ProtocolError: a frame that has no place in it.
         """
         party, self._number = self._party, plan.number
@@ -120,7 +120,7 @@ class Engine:
                 out = await self._runner.run(self._begin, index, plan.batches[index])
                 await self._plane.send((out.role, plan.assign[index]), out)
             else:
-                await self._wait(plan)
+                await self._wait(plan, owner)
             self.peak_live = max(self.peak_live, party.live)
         await self._runner.run(party.check)
 
@@ -158,16 +158,17 @@ class Engine:
                 arrival[1].release()
         return None
 
-    async def _wait(self, plan: WindowPlan) -> None:
+    async def _wait(self, plan: WindowPlan, owner: _Owner | None) -> None:
+        """A worker waits as long as it takes: an owner that sends nothing may be waiting for another worker."""
         try:
-            async with asyncio.timeout(self._timeout_s):
+            async with asyncio.timeout(self._timeout_s if owner is not None else None):
                 await self._arrived()
         except TimeoutError:
-            raise NetworkError(
-                f"{self._party.name} heard nothing for {self._timeout_s:g} s in window {plan.number} "
-                f"of round {plan.round}",
-                expected="activations or gradients of its neighbours",
-                remedy="Look at the other parties' logs; learning.u-shape.timeout-seconds is this limit",
+            silent = owner.awaited() if owner is not None else 0
+            raise LinkLostError(
+                ("worker", silent),
+                f"{self._party.name} heard nothing of it for {self._timeout_s:g} s in window {plan.number} "
+                f"of round {plan.round}; learning.u-shape.timeout-seconds is this limit",
             ) from None
 
     async def _take(self, who: Neighbour, frame: Frame) -> Key | None:
@@ -266,6 +267,10 @@ class _Owner:
         worker = min(able, key=lambda w: self._waiting[w][0])
         self._credits.take(worker)
         return self._waiting[worker].popleft()
+
+    def awaited(self) -> int:
+        """A worker that has a microbatch of ours."""
+        return next(worker for worker in self._waiting if self._credits.live(worker))
 
     def home(self, key: Key) -> None:
         """One is done."""

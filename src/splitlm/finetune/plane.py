@@ -40,6 +40,19 @@ class _Line:
     waiting: deque[Frame] = field(default_factory=deque)
 
 
+class LinkLostError(NetworkError):
+    """The way to a neighbour ended, or nothing comes of it.
+
+    Args:
+        who: the neighbour.
+        why: in words.
+    """
+
+    def __init__(self, who: Neighbour, why: str) -> None:
+        super().__init__(why.rstrip(". "), where=f"{who[0]} {who[1]}")
+        self.who = who
+
+
 class Plane:
     """Links by neighbour and lane. To be made in a running event loop; owns the channels it is given.
 
@@ -54,6 +67,7 @@ class Plane:
         self._tasks: dict[tuple[Lane, Neighbour], list[asyncio.Task[None]]] = {}
         self._turns: dict[Lane, deque[Neighbour]] = {lane: deque() for lane in LANES}
         self._arrived = asyncio.Event()
+        self._closing: list[asyncio.Task[None]] = []
         self.counts: dict[Lane, Counts] = {lane: Counts() for lane in LANES}
 
     @property
@@ -93,10 +107,6 @@ class Plane:
         """Wait until there may be something."""
         await self._arrived.wait()
 
-    def wake(self) -> None:
-        """Let whoever waits look again."""
-        self._arrived.set()
-
     async def send(self, who: Neighbour, out: Out) -> None:
         """Hand something to a link; waits only where its queue is full. What a lost neighbour was to get is dropped."""
         line = self._lines.get((out.lane, who))
@@ -126,14 +136,20 @@ class Plane:
                 if task is not me:
                     task.cancel()
             await asyncio.gather(*(task for task in tasks if task is not me), return_exceptions=True)
-            await line.channel.close()
+            # In its own time: a neighbour that is stopped takes nothing, and says no farewell.
+            self._closing.append(asyncio.create_task(line.channel.close()))
             for frame in line.waiting:
                 frame.release()
+
+    def leave(self, who: Neighbour) -> None:
+        """As ``part``, without waiting for it."""
+        self._closing.append(asyncio.create_task(self.part(who)))
 
     async def close(self) -> None:
         """Part from all."""
         for who in {who for _, who in self._lines}:
             await self.part(who)
+        await asyncio.gather(*self._closing)
 
     async def _receive(self, lane: Lane, who: Neighbour, line: _Line) -> None:
         counts = self.counts[lane]

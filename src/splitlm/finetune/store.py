@@ -246,7 +246,7 @@ class RunFolder:
         found = (path.parent.name for path in self.path.glob(f"rounds/*/{MANIFEST}"))
         return sorted((int(name) for name in found if name.isdecimal()), reverse=True)
 
-    def _check_identity(self, round: int, manifest: _Manifest) -> None:
+    def _check_identity(self, round: int, manifest: Manifest) -> None:
         if manifest.identity != self.identity:
             raise CheckpointError(
                 f"The round is of {manifest.identity}",

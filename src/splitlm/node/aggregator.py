@@ -40,6 +40,7 @@ class _Round:
     members: list[Who]
     states: dict[Who, State] = field(default_factory=dict)
     done: set[Role] = field(default_factory=set)
+    counted: set[Who] = field(default_factory=set)
 
 
 class StateHub:
@@ -69,47 +70,61 @@ class StateHub:
         self._round: _Round | None = None
         self._early: dict[Who, State] = {}
         self._gradients: dict[tuple[int, int], dict[Who, State]] = {}
+        self._newest = (0, 0)
         self._workers: list[Who] = []
+        self._gone: set[Who] = set()
+        self._due = asyncio.Event()
+        self._closing: list[asyncio.Task[None]] = []
         self.averages: dict[Role, dict[str, torch.Tensor]] = {}
         self._arrivals = asyncio.create_task(self._accept())
+        # One task averages and gives back: readers end with their party, and what it brought must still reach others.
+        self.work = asyncio.create_task(self._work())
+        """Ends only with ``close``, or with a fault of ours."""
 
     async def close(self) -> None:
         """Part from all."""
-        tasks = [self._arrivals, *self._readers.values()]
+        tasks = [self._arrivals, self.work, *self._readers.values()]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         await self._listener.close()
-        await asyncio.gather(*(channel.close() for channel in self._channels.values()))
+        await asyncio.gather(*self._closing, *(channel.close() for channel in self._channels.values()))
+
+    async def expect(self, members: list[Who]) -> None:
+        """These take part."""
+        self._workers = sorted(who for who in members if who[0] == "worker")
 
     async def begin(self, round_: int, members: list[Who]) -> None:
         """A round's states are about to come."""
         self._round = _Round(round_, list(members))
         for who, state in list(self._early.items()):
             del self._early[who]
-            await self._update(who, state)
-        await self._finish()
+            self._update(who, state)
+        self._due.set()
 
     async def without(self, who: Who) -> None:
-        """One is lost."""
+        """One is lost: what it sent counts only where it was averaged already."""
+        self._gone.add(who)
         self._workers = [w for w in self._workers if w != who]
+        self._early.pop(who, None)
+        # The window at hand, if there is one, is done again: its sums are wanted no more.
+        self._gradients.clear()
+        if self._round is not None and who in self._round.members:
+            self._round.members.remove(who)
+            self._round.states.pop(who, None)
         channel = self._channels.pop(who, None)
         if (task := self._readers.pop(who, None)) is not None:
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
         if channel is not None:
-            await channel.close()
-        if self._round is not None and who in self._round.members:
-            self._round.members.remove(who)
-            self._round.states.pop(who, None)
-            await self._finish()
-        for key in list(self._gradients):
-            await self._sum(key)
+            self._closing.append(asyncio.create_task(channel.close()))  # a party that is stopped takes its time
+        self._due.set()
 
-    async def complete(self, round_: int, saved: dict[Who, training.Saved]) -> None:
-        """Everyone has the round's average."""
+    async def complete(self, round_: int, saved: dict[Who, training.Saved]) -> set[Who]:
+        """Everyone has the round's average: write what is to be kept; whose states are in it."""
         if self._keeper is not None:
             await self._keeper.keep(round_, self.averages, saved)
+        return set(self._round.counted) if self._round is not None else set()
 
     async def _accept(self) -> None:
         while True:
@@ -118,13 +133,11 @@ class StateHub:
             except NetworkError:
                 return
             role = channel.claims.role
-            if role not in ROLES or (role, channel.claims.place) in self._channels:
+            who = (role, channel.claims.place)
+            if role not in ROLES or who in self._channels or who in self._gone:
                 await channel.close()
                 continue
-            who: Who = (role, channel.claims.place)
             self._channels[who] = channel
-            if role == "worker":
-                self._workers = sorted([*self._workers, who])
             self._readers[who] = asyncio.create_task(self._read(who, channel))
 
     async def _read(self, who: Who, channel: Channel) -> None:
@@ -132,13 +145,12 @@ class StateHub:
             while True:
                 state = await receive_state(channel)
                 if state.what == "update":
-                    await self._update(who, state)
+                    self._update(who, state)
                 elif state.what == "gradient" and who[0] == "worker":
-                    key = (state.round, state.window)
-                    self._gradients.setdefault(key, {})[who] = state
-                    await self._sum(key)
+                    self._gradient(who, state)
                 else:
                     raise ProtocolError(f"{who[0]} {who[1]} sent a {state.what}", expected="an update or a gradient")
+                self._due.set()
         except NetworkError as error:
             if isinstance(error, ProtocolError):
                 self._failed(error)
@@ -146,17 +158,34 @@ class StateHub:
         except SplitlmError as error:
             self._failed(error)
 
-    async def _update(self, who: Who, state: State) -> None:
+    def _update(self, who: Who, state: State) -> None:
         round_ = self._round
         if round_ is None or state.round > round_.number:
             self._early[who] = state
-            return
-        if state.round < round_.number or who not in round_.members:
-            return
-        round_.states[who] = state
-        await self._finish()
+        elif state.round == round_.number and who in round_.members:
+            round_.states[who] = state
 
-    async def _finish(self) -> None:
+    def _gradient(self, who: Who, state: State) -> None:
+        """One worker's gradients; those of an attempt that was aborted are dropped once a newer one's come."""
+        key = (state.round, state.window)
+        if key < self._newest or who in self._gone:
+            return
+        if key > self._newest:
+            self._newest = key
+            self._gradients.clear()
+        self._gradients.setdefault(key, {})[who] = state
+
+    async def _work(self) -> None:
+        try:
+            while True:
+                await self._due.wait()
+                self._due.clear()
+                await self._give_sum()
+                await self._give_averages()
+        except SplitlmError as error:
+            self._failed(error)
+
+    async def _give_averages(self) -> None:
         """Average and give back each role whose members have all sent."""
         round_ = self._round
         if round_ is None:
@@ -166,6 +195,7 @@ class StateHub:
             if role in round_.done or not members or any(who not in round_.states for who in members):
                 continue
             round_.done.add(role)
+            round_.counted.update(members)
             states = [round_.states.pop(who) for who in members]
             mean = await self._runner.run(self._average, [f"{r} {n}" for r, n in members], states)
             # Without a sample anywhere the role keeps its parameters: those of the first, which are all alike then.
@@ -179,17 +209,15 @@ class StateHub:
             averager.add(i, state.samples, state.tensors)
         return averager.result()
 
-    async def _sum(self, key: tuple[int, int]) -> None:
+    async def _give_sum(self) -> None:
         """Give all workers the sum of their gradients once the last has come."""
-        came = self._gradients.get(key)
-        if came is None or any(who not in came for who in self._workers):
+        came = self._gradients.get(self._newest)
+        members = self._workers
+        if came is None or not members or any(who not in came for who in members):
             return
-        del self._gradients[key]
-        members = [who for who in self._workers if who in came]
-        if not members:
-            return
+        del self._gradients[self._newest]
         total = await self._runner.run(self._reduce, [f"worker {n}" for _, n in members], [came[w] for w in members])
-        back = State("gradient", *key, 0, total)
+        back = State("gradient", came[members[0]].round, came[members[0]].window, 0, total)
         await asyncio.gather(*(self._give(who, back) for who in members))
 
     def _reduce(self, names: list[str], states: list[State]) -> dict[str, torch.Tensor]:

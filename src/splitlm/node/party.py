@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -33,6 +34,7 @@ from splitlm.node.identity import node_name, watch_parent
 from splitlm.node.partylinks import LinkSettings, PartyLinks
 from splitlm.node.trainbus import join_rabbit, join_star
 from splitlm.node.tuning import Tuning
+from splitlm.wire.channel import Channel
 from splitlm.wire.pool import allocate_heap
 
 _log = logging.getLogger("splitlm.train")
@@ -208,8 +210,10 @@ class _Party:
                     data=data,
                     start=start,
                     folder=settings.folder,
+                    spawn=group.create_task,
                     say=settings.say,
                 )
+                await tuning.resume()
                 await self._spoke.send(
                     training.Loaded(
                         host,
@@ -224,7 +228,11 @@ class _Party:
                 work = group.create_task(self._listen(tuning, links, plane, start))
                 await work
                 await tuning.close()
+        except* SplitlmError as errors:
+            raise first_error(errors) from None
         finally:
+            if self._tuning is not None:
+                await self._tuning.close()
             log_figures(self._figures())
             await plane.close()
             await links.close()
@@ -236,18 +244,44 @@ class _Party:
                 continue
             match said:
                 case training.Peers() as peers:
-                    states = await links.meet(plane, peers, start.aggregator)
+                    if (states := await self._meet(links.meet(plane, peers, start.aggregator))) is None:
+                        return
                     tuning.linked(peers, states)
                     await self._spoke.send(training.Linked())
                 case messages.Stop(reason=reason):
                     self._settings.say(reason)
                     return
                 case messages.Trouble(code=code, text=text):
-                    raise reported(code, f"The coordinator gave up: {text}")
+                    raise reported(code, f"The coordinator parted from this {self._settings.role}: {text}")
                 case _:
                     if isinstance(said, training.Gather):  # before the average: the last one's end is the run's
                         await self._spoke.send(training.Figures(self._figures()))
                     await tuning.hear(said)
+
+    async def _meet(self, meeting: Coroutine[Any, Any, Channel]) -> Channel | None:
+        """Link to the others, unless the coordinator says meanwhile that nothing comes of the run: then None."""
+        links, told = asyncio.create_task(meeting), asyncio.create_task(self._told())
+        try:
+            await asyncio.wait({links, told}, return_when=asyncio.FIRST_COMPLETED)
+            if not told.done():
+                return links.result()
+            self._settings.say(told.result())
+            return None
+        finally:
+            for task in (links, told):
+                task.cancel()
+            await asyncio.gather(links, told, return_exceptions=True)
+
+    async def _told(self) -> str:
+        """Wait for the coordinator's Stop; its reason."""
+        while True:
+            match await self._spoke.receive():
+                case messages.Stop(reason=reason):
+                    return reason
+                case messages.Trouble(code=code, text=text):
+                    raise reported(code, f"The coordinator gave up: {text}")
+                case said if not self._heard.repeats(said):
+                    raise ProtocolError(f"A {type(said).__name__} message came", expected="none before Linked")
 
     def _on_lost(self, who: Neighbour, error: NetworkError) -> None:
         if self._tuning is not None:

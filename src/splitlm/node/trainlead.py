@@ -6,31 +6,24 @@ import asyncio
 import secrets
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
-
 import splitlm
 from splitlm.bus.base import Hub
-from splitlm.coordinator.members import Who
 from splitlm.coordinator.orders import Orders
 from splitlm.coordinator.training import Training
-from splitlm.core import training
 from splitlm.core.config import RunConfig, resolved
 from splitlm.core.errors import SplitlmError, UsageError
-from splitlm.core.shape import Role
 from splitlm.finetune.objective import Objectives
-from splitlm.finetune.output import write_outputs
-from splitlm.finetune.recipe import Recipe, Resolve, model_folder, open_recipe
-from splitlm.finetune.store import Identity as RunIdentity
-from splitlm.finetune.store import RunFolder
+from splitlm.finetune.recipe import Resolve
 from splitlm.model.runner import Runner
 from splitlm.node.aggregator import StateHub
 from splitlm.node.diary import Diary
 from splitlm.node.evaluation import Central
+from splitlm.node.keeper import Begun, Keeper, begin
 from splitlm.node.ways import Door, Way, open_way
-from splitlm.telemetry.folder import LIBRARIES, versions
 from splitlm.wire.frame import PROTOCOL
 from splitlm.wire.handshake import Claims, Identity
 
@@ -43,12 +36,14 @@ class LeadSettings:
         config: the run's settings.
         resolve: finds a model's directory.
         folder: of the run; None keeps nothing.
+        resume: whether the run in ``folder`` is to be gone on with, from its last complete round.
         states: address of the aggregator's port; port 0 takes a free one.
         advertise: host of the aggregator that parties can reach, where it is not the one they reach the hub at.
         tls: whether the run's links are over TLS.
         token: join secret.
         deadline_s: how long to wait for parties.
         objectives: the table to look in, for the coordinator's own evaluation; None for ours.
+        begun: told when all parties are here.
         say: takes one line of progress.
         record: takes what is known of each window and round.
     """
@@ -56,55 +51,16 @@ class LeadSettings:
     config: RunConfig
     resolve: Resolve
     folder: Path | None = None
+    resume: bool = False
     states: tuple[str, int] = ("127.0.0.1", 0)
     advertise: str = ""
     tls: bool = False
     token: str = ""
     deadline_s: float = 60.0
     objectives: Objectives | None = None
+    begun: Callable[[], None] = lambda: None
     say: Callable[[str], None] = lambda _: None
     record: Callable[[str, dict[str, Any]], None] = lambda _, __: None
-
-
-class _Keeper:
-    """Writes the model of each round."""
-
-    def __init__(self, settings: LeadSettings, runner: Runner) -> None:
-        self._settings, self._runner = settings, runner
-        self._recipe: Recipe | None = None
-        self.classes = 0
-
-    async def keep(
-        self, round_: int, states: dict[Role, dict[str, torch.Tensor]], saved: dict[Who, training.Saved]
-    ) -> None:
-        """Everyone has these averages."""
-        _ = round_, saved
-        folder = self._settings.folder
-        if folder is not None and self._settings.config.server.parameters.save:
-            await self._runner.run(self._write, folder, states)
-
-    def _write(self, folder: Path, states: dict[Role, dict[str, torch.Tensor]]) -> None:
-        config = self._settings.config
-        if self._recipe is None:
-            self._recipe = open_recipe(config, model_folder(config, self._settings.resolve), self.classes)
-        trained = {name: tensor for state in states.values() for name, tensor in state.items()}
-        write_outputs(folder, self._recipe, trained)
-
-
-def new_run(settings: LeadSettings) -> RunFolder | None:
-    """The run's folder, made, with its settings and versions; None where it keeps nothing.
-
-    Raises:
-        UsageError: another run lies there.
-        SplitlmError: it cannot be written, or the model cannot be opened.
-    """
-    if settings.folder is None:
-        return None
-    config = settings.config
-    recipe = open_recipe(config, model_folder(config, settings.resolve), 0)
-    folder = RunFolder(settings.folder, RunIdentity(recipe.files.index.config_hash(), recipe.segments))
-    folder.create(resolved(config), versions((*LIBRARIES, "peft")))
-    return folder
 
 
 async def lead(settings: LeadSettings, hub: Hub) -> Training:
@@ -128,8 +84,11 @@ async def lead(settings: LeadSettings, hub: Hub) -> Training:
     try:
         way = await open_way(settings.config, run, settings.tls)
         try:
-            diary = Diary(await runner.run(new_run, settings), settings.record)
-            return await _lead(settings, hub, runner, diary, way, run)
+            begun = await runner.run(
+                partial(begin, settings.config, settings.resolve, settings.folder, resume=settings.resume)
+            )
+            diary = Diary(begun.folder, settings.record)
+            return await _lead(settings, hub, runner, diary, way, run, begun)
         finally:
             await way.close()
     finally:
@@ -137,7 +96,9 @@ async def lead(settings: LeadSettings, hub: Hub) -> Training:
         await asyncio.to_thread(diary.close)
 
 
-async def _lead(settings: LeadSettings, hub: Hub, runner: Runner, diary: Diary, way: Way, run: str) -> Training:
+async def _lead(
+    settings: LeadSettings, hub: Hub, runner: Runner, diary: Diary, way: Way, run: str, begun: Begun
+) -> Training:
     config = settings.config
     central = Central(config, settings.resolve, runner, settings.objectives)
     await central.open()
@@ -150,7 +111,7 @@ async def _lead(settings: LeadSettings, hub: Hub, runner: Runner, diary: Diary, 
 
     place = Door("aggregator", 0, "state", *settings.states)
     door = await way.listen(place, Identity(claims, settings.token), expect_peer="a party")
-    keeper = _Keeper(settings, runner)
+    keeper = Keeper(config, settings.resolve, begun.folder, runner, settings.say)
     states = StateHub(door, runner, keeper, config.fine_tune.lora.aggregate, failed)
     orders = Orders(
         shape=config.shape,
@@ -160,21 +121,34 @@ async def _lead(settings: LeadSettings, hub: Hub, runner: Runner, diary: Diary, 
         settings=resolved(config) | {"security": {"tls": "on" if settings.tls else "off"}},
         run=run,
         aggregator=(settings.advertise, door.port),
+        first=begun.resume + 1,
+        resume=begun.resume,
+        stored=begun.stored,
+        drifts=config.shape.agreed and config.learning.body_sync == "round",
         deadline_s=settings.deadline_s,
         timeout_s=config.learning.u_shape.timeout_seconds,
         validate=config.server.validation,
     )
     training_ = Training(hub, orders, states, say=settings.say, record=diary.record)
-    training_.begun = lambda classes: setattr(keeper, "classes", classes)
+
+    def all_here(classes: int) -> None:
+        keeper.classes = classes
+        settings.begun()
+
+    training_.begun = all_here
     training_.evaluate = lambda _: central.evaluate(keeper.classes, states.averages)
+    if begun.resume >= 0:
+        settings.say(f"going on after round {begun.resume + 1} of {config.server.global_round}")
     work = asyncio.create_task(training_.run())
-    both: set[asyncio.Future[Any]] = {work, failure}
+    both: set[asyncio.Future[Any]] = {work, failure, states.work}
     try:
         await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
         if failure.done():
             work.cancel()
             await asyncio.gather(work, return_exceptions=True)
             raise failure.result()
+        if states.work.done():
+            states.work.result()  # a fault of ours: nobody else would tell
         await work
         return training_
     finally:

@@ -41,7 +41,9 @@ async def train_in_room(settings: LeadSettings, threads: int = 1) -> None:
         async with asyncio.TaskGroup() as group:
             for role, count in counts:
                 for number in range(count):
-                    party = PartySettings(role, config, settings.resolve, links, objectives=settings.objectives)
+                    party = PartySettings(
+                        role, config, settings.resolve, links, folder=settings.folder, objectives=settings.objectives
+                    )
                     group.create_task(_told(run_party(party, hub.join(f"{role}{number}", "127.0.0.1"), runner)))
             await lead(settings, hub)
     except* SplitlmError as errors:

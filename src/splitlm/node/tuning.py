@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from splitlm.bus.base import Spoke
 from splitlm.core import messages, training
@@ -17,12 +17,15 @@ from splitlm.finetune.batch import Microbatch
 from splitlm.finetune.discretion import Report, discreet
 from splitlm.finetune.engine import Engine, WindowPlan
 from splitlm.finetune.party import Party
-from splitlm.finetune.plane import Neighbour, Plane
+from splitlm.finetune.plane import LinkLostError, Neighbour, Plane
 from splitlm.finetune.recipe import OwnerData, Recipe
 from splitlm.finetune.transfer import State
 from splitlm.finetune.window import WindowScale
 from splitlm.model.runner import Runner
 from splitlm.model.tuned import load_into
+from splitlm.node.alone import Alone
+from splitlm.node.reach import Reach
+from splitlm.node.shelf import Shelf
 from splitlm.node.states import States
 from splitlm.node.validation import Validation
 from splitlm.planner.routing import SmoothWRR, Speeds
@@ -53,11 +56,13 @@ class Tuning:
         data: OwnerData | None,
         start: training.Start,
         folder: Path | None,
+        spawn: Callable[[Coroutine[Any, Any, None]], asyncio.Task[None]],
         say: Callable[[str], None],
     ) -> None:
         self._recipe, self._party, self._engine, self._plane = recipe, party, engine, plane
         self._runner, self._spoke, self._data, self._start = runner, spoke, data, start
-        self._folder, self._say = folder, say
+        self._spawn, self._say = spawn, say
+        self._shelf = Shelf(recipe, party, start, folder)
         self._follower = Follower()
         self._open: _Open | None = None
         self._work: asyncio.Task[None] | None = None
@@ -67,12 +72,13 @@ class Tuning:
         self._at = 0
         self._samples = 0
         self._report = Report()
-        self._steps = 0
+        self._weights: dict[int, float] = {}
         self._speeds: Speeds[int] | None = None
         self._turns: SmoothWRR[int] | None = None
         self._validation = Validation()
         self._spoke_at = 0.0
-        self._lost: dict[Neighbour, str] = {}
+        self._alone = Alone(party, engine, runner, spoke, recipe.config.learning.control_count, self._working)
+        self._reach = Reach(plane, serves=party.role == "worker" and not recipe.shape.agreed)
 
     @property
     def _by_item(self) -> bool:
@@ -86,15 +92,21 @@ class Tuning:
     def linked(self, peers: training.Peers, state: Channel) -> None:
         """All links are up."""
         self._states = States(state)
-        weights = {peer.worker: peer.weight for peer in peers.workers}
-        self._speeds, self._turns = Speeds(weights), SmoothWRR(weights)
+        self._weights = {peer.worker: peer.weight for peer in peers.workers}
+        self._speeds = Speeds(self._weights)
+        self._reach.expect({("worker", number) for number in self._weights})
 
     def lost(self, who: Neighbour, error: NetworkError) -> None:
-        """A link to a neighbour ended: the window at hand cannot be finished with it."""
-        self._lost.setdefault(who, str(error))
-        if self._work is not None and not self._work.done():
-            self._work.cancel()
-        self._plane.wake()
+        """A link to a neighbour ended."""
+        self._reach.lost(who, error)
+
+    async def resume(self) -> None:
+        """Take up what was stored, where the run goes on from a round.
+
+        Raises:
+            CheckpointError: it is not here, or does not fit.
+        """
+        await self._runner.run(self._shelf.resume)
 
     async def close(self) -> None:
         """Leave nothing running."""
@@ -132,7 +144,9 @@ class Tuning:
                 await self._on(Event("PREPARE", word.seq, 0), word)
             case training.Opened() as opened:
                 if self._open is not None and opened.seq == self._open.word.seq:
-                    self._work = asyncio.create_task(self._window(self._open, opened))
+                    if self._party.role == "worker":
+                        await self._reach.only({("owner", share.owner) for share in opened.shares})
+                    self._work = self._spawn(self._window(self._open, opened))
             case messages.Commit(seq=seq, epoch=epoch):
                 await self._on(Event("COMMIT", seq, epoch))
             case messages.Abort(seq=seq, reason=reason):
@@ -174,17 +188,22 @@ class Tuning:
             await self._runner.run(party.reset)
         if self._speeds is not None:
             self._speeds.new_round()
+            self._turns = SmoothWRR(self._weights)  # a run that is gone on with begins here too
         if self._data is not None:
             self._batches = await self._runner.run(self._data.round, number)
             self._validation = Validation(await self._runner.run(self._data.validation) if word.validate else ())
         if not self._recipe.shape.agreed and (self._work is None or self._work.done()):
-            work = self._alone if party.role == "owner" else self._engine.serve
-            self._work = asyncio.create_task(self._guarded(work))
+            work = self._round_alone if party.role == "owner" else self._engine.serve
+            self._work = self._spawn(self._guarded(work))
 
     async def _plan(self, word: training.Window) -> None:
         """What this owner has for the window; workers wait for the word that all have planned."""
         if self._party.role != "owner":
             self._open = _Open(word)
+            return
+        await self._reach.only({("worker", number) for number in word.workers})
+        if (error := self._reach.missing()) is not None:
+            await self._blame(error, word.seq)
             return
         config = self._recipe.config
         most = config.learning.u_shape.microbatches_per_window
@@ -209,21 +228,27 @@ class Tuning:
         """The window's work, to READY or NACK."""
         seq = open_.word.seq
         try:
-            await self._engine.window(self._window_plan(open_, opened), self._working)
-            if open_.word.train and self._synced:
-                await self._reduce(seq)
+            async with self._reach.kept():
+                await self._engine.window(self._window_plan(open_, opened), self._working)
+                if open_.word.train and self._synced:
+                    await self._reduce(seq)
         except (ModelError, UsageError) as error:  # it would only happen again
             await self._spoke.send(self._failed(error, "window", seq))
+        except LinkLostError as error:
+            await self._blame(error, seq)
         except SplitlmError as error:
+            if self.states.lost is not None:
+                raise
             await self._on(Event("failed", seq, reason=str(error)[:1000]))
-        except asyncio.CancelledError:
-            if self._lost:
-                who, reason = next(iter(self._lost.items()))
-                await self._spoke.send(training.Failed(3, reason[:1000], "window", seq, who))
-                return
-            raise
         else:
             await self._on(Event("ready", seq))
+
+    async def _blame(self, error: LinkLostError, seq: int) -> None:
+        """The window cannot be finished. An owner says with whom; a worker is the one that others can do without."""
+        if self._party.role == "owner":
+            await self._spoke.send(training.Failed(error.exit_code, str(error)[:1000], "window", seq, error.who))
+        else:
+            await self._on(Event("failed", seq, reason=str(error)[:1000]))
 
     def _window_plan(self, open_: _Open, opened: training.Opened) -> WindowPlan:
         party, config = self._party, self._recipe.config
@@ -307,9 +332,7 @@ class Tuning:
             work.cancel()
             await asyncio.gather(work, return_exceptions=True)
         await self._engine.drop()
-        for who in list(self._lost):
-            await self._plane.part(who)
-        self._lost.clear()
+        await self._reach.forget()
 
     async def _average(self, number: int) -> None:
         """Send this party's parameters, and take the average."""
@@ -319,55 +342,12 @@ class Tuning:
         tensors = {name: p.detach() for name, p in party.parameters.items()}
         mean = await self.states.exchange(State("update", number, 0, self._samples, tensors))
         await self._runner.run(load_into, party.parameters, mean)
-        await self._spoke.send(training.Saved(number))
+        await self._spoke.send(training.Saved(number, await self._runner.run(self._shelf.save, number)))
 
-    async def _alone(self) -> None:
-        """An owner's round where nothing is agreed: its windows one after the other."""
-        count = self._recipe.config.learning.control_count
-        for number, begin in enumerate(range(0, len(self._batches), count)):
-            batches = self._batches[begin : begin + count]
-            order = [(self._party.number, i) for i in range(len(batches))]
-            plan = WindowPlan(
-                seq=number,
-                round=self._round,
-                number=number,
-                order=order,
-                scale=WindowScale(1, 1),
-                batches=batches,
-                assign=[0] * len(batches),
-                credit=count,
-                inflight=count,
-            )
-            await self._engine.window(plan, self._working)
-            tally = self._party.window.tally
-            norm = await self._runner.run(self._party.step, 1.0 / len(batches))
-            samples = sum(batch.samples for batch in batches)
-            self._samples += samples
-            self._at = begin + len(batches)
-            told = self._report.add(tally.loss, tally.items, samples)
-            self._steps += 1  # no attempts are numbered here, and rounds count their windows anew
-            await self._spoke.send(training.Stepped(self._steps, *told, 0.0, norm))
-        await self._look(-(-len(self._batches) // count), count)
+    async def _round_alone(self) -> None:
+        """An owner's round where nothing is agreed."""
+        self._samples = await self._alone.round(self._round, self._batches, self._validation, self._report)
         await self._finish()
-
-    async def _look(self, number: int, count: int) -> None:
-        """An owner's validation where nothing is agreed: one window, numbered after those of training."""
-        if not (batches := self._validation.next(self._validation.left())):
-            return
-        plan = WindowPlan(
-            seq=number,
-            round=self._round,
-            number=number,
-            order=[(self._party.number, i) for i in range(len(batches))],
-            batches=batches,
-            assign=[0] * len(batches),
-            credit=count,
-            inflight=count,
-            train=False,
-        )
-        await self._engine.window(plan, self._working)
-        self._validation.take(batches, self._party.window.tally)
-        await self._engine.drop()
 
     async def _working(self) -> None:
         """A microbatch is done: say so now and then, well within what a silent peer is waited for."""
@@ -379,7 +359,13 @@ class Tuning:
     async def _guarded(self, work: Callable[[], Awaitable[None]]) -> None:
         """A round's work; what it fails with is told."""
         try:
-            await work()
+            if self._party.role == "worker":
+                await work()
+            else:
+                async with self._reach.kept():
+                    await work()
+        except LinkLostError as error:
+            await self._spoke.send(training.Failed(error.exit_code, str(error)[:1000], suspect=error.who))
         except SplitlmError as error:
             await self._spoke.send(self._failed(error))
 
