@@ -152,6 +152,8 @@ class Party:
         if not self._seen.is_new(header):
             return None
         part, started = self._part(header.part), time.perf_counter()
+        if self._every_batch:
+            self._round, self._number = header.round, header.window
         hidden, mask, labels = self._tensors(header, tensors)
         if not self._every_batch and header.train != self.window.train:
             raise ProtocolError("Frames of training and of validation came together", where=self.place, expected="one")
@@ -235,7 +237,8 @@ class Party:
         back = part.backward(key)
         sent = self._returned(self._last, key, header, back, started)
         if self._every_batch:
-            self._step_now()
+            window.sum.check_finite(self.place)
+            self.step(1.0)
             if not mine:
                 sent = [scored(header, Score(value, items)), *sent]
         return sent
@@ -308,15 +311,9 @@ class Party:
         samples, self._window.tally.samples = self._window.tally.samples, 0
         return samples
 
-    def _step_now(self) -> None:
-        window = self.window
-        window.sum.check_finite(self.place)
-        self.step(1.0)
-
     def _open_batch(self, header: Forward, key: Key) -> None:
         """A party that steps after every microbatch has a window for each; what was counted goes on."""
         tally = self._window.tally if self._window else Tally()
-        self._round, self._number = header.round, header.window
         self._window = OpenWindow(header.window, WindowScale(), GradientSum(self.parameters, [key]), tally)
 
     def _part(self, at: int) -> TunedPart:
