@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
+
+if TYPE_CHECKING:
+    from tests.bus.server import Broker
 
 # Before torch is imported, and inherited by every process a test starts.
 for _name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
@@ -65,3 +69,19 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
         return built[family]
 
     return get
+
+
+@pytest.fixture(scope="session")
+def rabbit() -> Iterator[Broker]:
+    """One private broker for all tests, since it takes some ten seconds to start; skips where there is no RabbitMQ."""
+    from tests.bus.server import SERVER, Broker
+    from tests.link.certificates import folders
+
+    if not SERVER.exists():
+        pytest.skip("rabbitmq-server is not installed")
+    broker = Broker(folders() / "good" / "b")
+    try:
+        broker.start()
+        yield broker
+    finally:
+        broker.remove()

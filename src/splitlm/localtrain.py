@@ -131,8 +131,9 @@ async def _early_end(children: Sequence[StageProcess], begun: asyncio.Event) -> 
     return await _never()
 
 
-async def _never() -> None:
-    await asyncio.get_running_loop().create_future()
+async def _never() -> SplitlmError | None:
+    never: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+    return await never
 
 
 def _start(settings: LeadSettings, local: LocalSettings, port: int) -> list[StageProcess]:

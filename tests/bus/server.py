@@ -12,6 +12,7 @@ import subprocess
 import tempfile
 import time
 import uuid
+from collections.abc import Sequence
 from pathlib import Path
 
 from splitlm.wire.tls import load
@@ -21,6 +22,7 @@ SERVER = Path("/usr/lib/rabbitmq/bin/rabbitmq-server")
 """The script itself: the one on the PATH changes the user, which needs root and hides the signals."""
 START_S = 90.0
 STOP_S = 30.0
+ASK = "exec 3<>/dev/tcp/127.0.0.1/{port}; printf 'AMQP\\0\\0\\11\\1' >&3; head -c1 <&3"
 GREETING = b"AMQP\x00\x00\x09\x01"
 
 
@@ -29,9 +31,12 @@ class Broker:
 
     Args:
         certificates: a folder as ``splitlm certs`` makes it for a node.
+        host: an address of its machine that it listens at, beside loopback; guests may then come from elsewhere.
+        within: the beginning of a command that runs another on its machine, such as ``ip netns exec NAME``.
     """
 
-    def __init__(self, certificates: Path | None = None) -> None:
+    def __init__(self, certificates: Path | None = None, host: str = "", within: Sequence[str] = ()) -> None:
+        self._within = tuple(within)
         self.base = Path(tempfile.mkdtemp(prefix="rabbit-"))
         self.port, distribution, self._epmd = free_port(), free_port(), free_port()
         self.tls_port = free_port() if certificates else 0
@@ -42,9 +47,11 @@ class Broker:
             "disk_free_limit.absolute = 50MB",
             "vm_memory_high_watermark.absolute = 1GB",
         ]
+        if host:
+            lines += [f"listeners.tcp.2 = {host}:{self.port}", "loopback_users.guest = false"]
         if certificates:
             lines += [
-                f"listeners.ssl.1 = 127.0.0.1:{self.tls_port}",
+                f"listeners.ssl.1 = {host or '127.0.0.1'}:{self.tls_port}",
                 f"ssl_options.cacertfile = {certificates}/ca.pem",
                 f"ssl_options.certfile = {certificates}/cert.pem",
                 f"ssl_options.keyfile = {certificates}/key.pem",
@@ -81,7 +88,11 @@ class Broker:
             return
         with (self.base / "console.log").open("ab") as log:
             self._process = subprocess.Popen(
-                [SERVER], env=self._environment, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
+                [*self._within, SERVER],
+                env=self._environment,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
             )
         deadline = time.monotonic() + START_S
         while not self._answers():
@@ -107,7 +118,7 @@ class Broker:
     def remove(self) -> None:
         """Stop it, and leave nothing behind."""
         self.stop()
-        subprocess.run(["epmd", "-port", str(self._epmd), "-kill"], capture_output=True, check=False)
+        subprocess.run([*self._within, "epmd", "-port", str(self._epmd), "-kill"], capture_output=True, check=False)
         shutil.rmtree(self.base, ignore_errors=True)
 
     def queues(self) -> set[str]:
@@ -116,7 +127,7 @@ class Broker:
 
     def _control(self, *words: str) -> str:
         done = subprocess.run(
-            ["/usr/lib/rabbitmq/bin/rabbitmqctl", *words],
+            [*self._within, "/usr/lib/rabbitmq/bin/rabbitmqctl", *words],
             env=self._environment,
             capture_output=True,
             text=True,
@@ -127,6 +138,9 @@ class Broker:
 
     def _answers(self) -> bool:
         """A listener is up only when it answers AMQP's greeting with Connection.Start."""
+        if self._within:
+            ask = [*self._within, "timeout", "2", "bash", "-c", ASK.format(port=self.port)]
+            return subprocess.run(ask, capture_output=True, check=False).stdout == b"\x01"
         with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", self.port), 0.5) as sock:
             sock.settimeout(2)
             sock.sendall(GREETING)

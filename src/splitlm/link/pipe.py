@@ -176,8 +176,8 @@ class QueueTransport(asyncio.Transport):
                 await self._write_on()
             except (PublishError, DeliveryError):
                 await self._read_out()
-        except FAILURES as error:
-            self._error = self._error or ConnectionResetError(" ".join(str(error).split()) or type(error).__name__)
+        except FAILURES:
+            self._error = self._error or ConnectionResetError("the broker was lost")
         except asyncio.CancelledError:
             if not self._closing:
                 raise

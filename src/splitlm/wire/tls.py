@@ -100,12 +100,14 @@ def explain(error: ssl.SSLError, where: str) -> NetworkError:
             remedy="Give this node its own folder of the CA that the peer has",
         )
     if reason == "PEER_DID_NOT_RETURN_A_CERTIFICATE":
-        return PeerRefusedError("The peer has no certificate", where=where, remedy="Give it --tls and its own folder")
+        return PeerRefusedError(
+            "The peer has no certificate", where=where, remedy="Give it its own folder of splitlm certs"
+        )
     return ProtocolError(
         f"The TLS connection failed ({reason.lower().replace('_', ' ') or error})",
         where=where,
         expected="a peer that speaks TLS 1.3",
-        remedy="Check that both sides were given --tls",
+        remedy="Check that both sides were given --tls (in training: security.tls), or neither",
     )
 
 
@@ -115,7 +117,7 @@ def not_tls(where: str) -> ProtocolError:
         "The peer does not speak TLS, and this side does",
         where=where,
         expected="TLS on both sides or on neither",
-        remedy="Give the peer --tls and its own folder of splitlm certs",
+        remedy="Give the peer --tls (in training: security.certs) and its own folder of splitlm certs",
     )
 
 
