@@ -8,12 +8,34 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from importlib import import_module
 from typing import Any, Protocol
 
 from splitlm.core.errors import SplitlmError, UsageError
 
-KINDS = ("ring", "uncut", "generate", "bare-ring", "bare-stage", "echo", "echo-server", "link", "link-server", "frame")
+KINDS: Mapping[str, str] = {
+    "ring": "generators:RingWork",
+    "uncut": "generators:UncutWork",
+    "generate": "generators:TransformersWork",
+    "bare-ring": "barering:BareRing",
+    "bare-stage": "barering:BareStage",
+    "echo": "echo:Echo",
+    "echo-server": "echo:EchoServer",
+    "link": "linkecho:LinkEcho",
+    "link-server": "linkecho:LinkServer",
+    "frame": "frames:FrameWork",
+    "train": "trainrun:TrainWork",
+    "train-party": "trainparty:PartyWork",
+    "train-uncut": "trainuncut:UncutTrainWork",
+    "train-plain": "trainuncut:PlainTrainWork",
+    "train-shares": "trainuncut:SharesWork",
+    "train-pipe": "trainpipe:PipeWork",
+    "train-pipe-stage": "trainpipe:PipeStage",
+    "train-lanes": "trainlanes:LaneEcho",
+    "train-lane-server": "trainlanes:LaneServer",
+}
+"""The module of this room and the class of each kind; only the one that is asked for is imported."""
 VERBS = ("run", "finish", "windows")
 
 
@@ -38,48 +60,11 @@ def make(kind: str, settings: dict[str, Any]) -> Work:
     Raises:
         UsageError: there is no such kind.
     """
-    match kind:
-        case "ring":
-            from splitlm.bench.generators import RingWork
-
-            return RingWork(**settings)
-        case "uncut":
-            from splitlm.bench.generators import UncutWork
-
-            return UncutWork(**settings)
-        case "generate":
-            from splitlm.bench.generators import TransformersWork
-
-            return TransformersWork(**settings)
-        case "bare-ring":
-            from splitlm.bench.barering import BareRing
-
-            return BareRing(**settings)
-        case "bare-stage":
-            from splitlm.bench.barering import BareStage
-
-            return BareStage(**settings)
-        case "echo":
-            from splitlm.bench.echo import Echo
-
-            return Echo()
-        case "echo-server":
-            from splitlm.bench.echo import EchoServer
-
-            return EchoServer()
-        case "link":
-            from splitlm.bench.linkecho import LinkEcho
-
-            return LinkEcho()
-        case "link-server":
-            from splitlm.bench.linkecho import LinkServer
-
-            return LinkServer()
-        case "frame":
-            from splitlm.bench.frames import FrameWork
-
-            return FrameWork()
-    raise UsageError(f"{kind!r} is no kind of bench process", expected=", ".join(KINDS))
+    if kind not in KINDS:
+        raise UsageError(f"{kind!r} is no kind of bench process", expected=", ".join(KINDS))
+    module, _, name = KINDS[kind].partition(":")
+    made: Work = getattr(import_module(f"splitlm.bench.{module}"), name)(**settings)
+    return made
 
 
 def serve(kind: str, settings: dict[str, Any]) -> None:
@@ -87,6 +72,9 @@ def serve(kind: str, settings: dict[str, Any]) -> None:
     core = settings.pop("core", None)
     if core is not None:
         os.sched_setaffinity(0, {core})
+    if settings.pop("spin", False):
+        # Several threads of one process hand over faster where they wait as OpenMP does by itself; torch reads this.
+        os.environ.pop("OMP_WAIT_POLICY", None)
     # What others print must not come between the answers.
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)

@@ -9,6 +9,7 @@ import typer
 from splitlm.cli import options as o
 from splitlm.cli.bench_migrate import migrate
 from splitlm.cli.bench_output import Json, Repetitions, finish
+from splitlm.cli.bench_train import train
 from splitlm.cli.console import console
 from splitlm.cli.runs import RunOptions, run_dir
 
@@ -70,3 +71,4 @@ def wire(
 
 
 app.command()(migrate)
+app.command()(train)

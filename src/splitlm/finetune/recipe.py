@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -15,6 +16,7 @@ from splitlm.finetune.batch import Example, Microbatch
 from splitlm.finetune.data import Rows, distribute, encode, load_rows, microbatches
 from splitlm.finetune.objective import Objective, Objectives, objective_for
 from splitlm.finetune.party import Party
+from splitlm.model.compute.paced_part import PacedPart
 from splitlm.model.lora import Lora
 from splitlm.model.seeding import Seeding
 from splitlm.model.stepping import Stepping
@@ -67,16 +69,23 @@ class Recipe:
         """Whether embeddings stay as they are, see ``RunConfig``."""
         return self.config.frozen_embedding
 
-    def party(self, role: Role, number: int, device: torch.device | None = None) -> Party:
-        """Build one party on a device, by default the CPU; its weights are read.
+    def party(self, role: Role, number: int, device: torch.device | None = None, pace_ms: float = 0.0) -> Party:
+        """Build one party; its weights are read.
+
+        Args:
+            role: of the party.
+            number: among those of its role.
+            device: that computes; by default the CPU.
+            pace_ms: least time of a forward or a backward, for a simulated device; 0 for a real one.
 
         Raises:
             ModelError: the model cannot be loaded. Otherwise as ``ModelFiles.load``.
         """
         at = self.shape.parts_of(role)
         seeding = Seeding(self.config.server.random_seed)
+        make = partial(PacedPart, pace_ms=pace_ms) if pace_ms else TunedPart
         parts = {
-            i: TunedPart(part, self.files, seeding=seeding, lora=self.lora, frozen_embedding=self.frozen_embedding)
+            i: make(part, self.files, seeding=seeding, lora=self.lora, frozen_embedding=self.frozen_embedding)
             for i, part in zip(at, self.files.load([self.segments[i] for i in at]), strict=True)
         }
         if device is not None:

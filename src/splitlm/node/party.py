@@ -57,6 +57,7 @@ class PartySettings:
         device: that computes: cpu, cuda or cuda:N.
         objectives: the table to look in; None for ours.
         say: takes one line of progress.
+        pace_ms: least time of a forward or a backward, for a simulated device; 0 for a real one.
     """
 
     role: Role
@@ -71,6 +72,7 @@ class PartySettings:
     device: str = "cpu"
     objectives: Objectives | None = None
     say: Callable[[str], None] = lambda _: None
+    pace_ms: float = 0.0
 
 
 async def join_run(settings: PartySettings, coordinator: tuple[str, int] | None, parent: int = 0) -> None:
@@ -180,7 +182,7 @@ class _Party:
         settings = self._settings
         recipe, data = await self._runner.run(self._open, start, rows)
         learning, noise = recipe.config.learning, max(recipe.config.privacy.noise, settings.config.privacy.noise)
-        party = await self._runner.run(recipe.party, settings.role, start.party, self._device)
+        party = await self._runner.run(recipe.party, settings.role, start.party, self._device, settings.pace_ms)
         memory = receive_memory(learning.u_shape.pinned_memory, self._device, allocate_heap)
         links = PartyLinks(
             replace(settings.links, allocate=memory),
