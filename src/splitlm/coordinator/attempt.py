@@ -80,8 +80,8 @@ class Attempt:
             case training.Stepped(seq=self.seq):
                 run.stepped(member, said)
             case training.Failed(text=text, suspect=suspect, seq=self.seq) if suspect is not None:
-                if (blamed := run.members.by_who(suspect)) is not None:
-                    await self._lost(Lost(blamed, f"{member} cannot reach it: {text}"))
+                if (lost := run.members.blamed(member, suspect, text)) is not None:
+                    await self._lost(lost)
                 elif member.node in self._leader.waiting:  # it is gone already
                     await self._on(Event("NACK", self.seq, 0, member.node, text))
             case training.Failed(seq=seq) | training.Plan(seq=seq) | training.Stepped(seq=seq) if seq < self.seq:

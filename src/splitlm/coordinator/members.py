@@ -79,6 +79,18 @@ class Members:
         """It is gone."""
         self._of.pop(member.peer, None)
 
+    def blamed(self, accuser: Member, suspect: Who, text: str) -> Lost | None:
+        """Who is to go when one party cannot reach another; None where that one is gone already.
+
+        It is the one that is accused, unless the others of the accuser's role, who reach it, would then have none.
+        """
+        accused = self.by_who(suspect)
+        if accused is None:
+            return None
+        if len(self.of(accused.who[0])) == 1 and len(self.of(accuser.who[0])) > 1:
+            return Lost(accuser, f"it cannot reach {accused}: {text}")
+        return Lost(accused, f"{accuser} cannot reach it: {text}")
+
 
 class Lost(Exception):
     """A party was lost; what was being waited for may never come."""

@@ -86,6 +86,9 @@ class Training:
         except SplitlmError as error:
             reason = str(error)
             raise
+        except asyncio.CancelledError:
+            reason = "The coordinator was stopped"
+            raise
         finally:
             await self._stop(reason)
 
@@ -134,8 +137,8 @@ class Training:
                             if (fresh := await self._register(peer, event)) is not None:
                                 return fresh, event
                         case training.Failed(code=code, text=text, where="", suspect=suspect) if member is not None:
-                            if suspect is not None and (blamed := self.members.by_who(suspect)) is not None:
-                                raise Lost(blamed, f"{member} cannot reach it: {text}")
+                            if suspect is not None and (lost := self.members.blamed(member, suspect, text)) is not None:
+                                raise lost
                             raise reported(code, f"{member}: {text}")
                         case PeerCame() | PeerGone() | messages.Ping() | training.Register():
                             continue
