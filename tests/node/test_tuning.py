@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -92,8 +92,12 @@ class Run:
     said: list[str] = field(default_factory=list)
 
 
-def run(made: RunConfig, *, dtype: str = "float64", at: Callable[[str], None] = lambda _: None) -> Run:
-    """Run it with all roles here. One compute thread: dropout's generator is the process's own."""
+def run(made: RunConfig, *, dtype: str = "float64", own: Mapping[str, Path] | None = None) -> Run:
+    """Run it with all roles here. One compute thread: dropout's generator is the process's own.
+
+    Args:
+        own: files of rows that are a party's own, by what it is called (``owner0``).
+    """
     done = Run()
 
     async def main() -> None:
@@ -111,14 +115,22 @@ def run(made: RunConfig, *, dtype: str = "float64", at: Callable[[str], None] = 
             run="r",
             aggregator=("127.0.0.1", door.port),
             timeout_s=20.0,
+            validate=made.server.validation,
         )
         lead = Training(hub, orders, states, say=done.said.append, record=lambda k, r: done.records.append((k, r)))
         try:
             async with asyncio.TaskGroup() as group:
                 for role, count in (("owner", made.server.owners), ("worker", made.server.workers)):
                     for number in range(count):
-                        settings = PartySettings(role, made, lambda name, _: Path(name), dtype=dtype)  # type: ignore[arg-type]
-                        group.create_task(run_party(settings, hub.join(f"{role}{number}", "127.0.0.1"), runner))
+                        name = f"{role}{number}"
+                        settings = PartySettings(
+                            role,  # type: ignore[arg-type]
+                            made,
+                            lambda name, _: Path(name),
+                            own_data=(own or {}).get(name),
+                            dtype=dtype,
+                        )
+                        group.create_task(run_party(settings, hub.join(name, "127.0.0.1"), runner))
                 await lead.run()
         finally:
             await states.close()
@@ -137,8 +149,14 @@ def _version() -> str:
     return splitlm.__version__
 
 
-def uncut(made: RunConfig, folder: Path, *, dtype: str = "float64") -> UncutTrainer:
-    """The same run without a cut: FedAvg of owners at each round's end, one body."""
+def uncut(
+    made: RunConfig, folder: Path, *, dtype: str = "float64", before: Callable[[UncutTrainer], None] = lambda _: None
+) -> UncutTrainer:
+    """The same run without a cut: FedAvg of owners at each round's end, one body.
+
+    Args:
+        before: told of each round's end before its average.
+    """
     rows = read_rows(made, "train")
     recipe = open_recipe(made, folder, rows.num_labels, dtype=dtype)
     owners = made.server.owners
@@ -163,6 +181,7 @@ def uncut(made: RunConfig, folder: Path, *, dtype: str = "float64") -> UncutTrai
                 whole.steps(round_, number, batches[0][number * most : (number + 1) * most])
                 continue
             whole.window(round_, number, {o: b[number * most : (number + 1) * most] for o, b in enumerate(batches)})
+        before(whole)
         whole.average([sum(m.samples for m in b) for b in batches])
     return whole
 

@@ -31,6 +31,9 @@ from splitlm.node.validation import Validation
 from splitlm.planner.routing import SmoothWRR, Speeds
 from splitlm.wire.channel import Channel
 
+SAID = 0.25
+"""Part of ``timeout-seconds`` after which an owner that is at work says so again."""
+
 
 @dataclass(frozen=True)
 class _Open:
@@ -352,7 +355,7 @@ class Tuning:
     async def _working(self) -> None:
         """A microbatch is done: say so now and then, well within what a silent peer is waited for."""
         now = time.monotonic()
-        if now - self._spoke_at > self._recipe.config.learning.u_shape.timeout_seconds / 4:
+        if now - self._spoke_at > self._recipe.config.learning.u_shape.timeout_seconds * SAID:
             self._spoke_at = now
             await self._spoke.send(training.Working(self._round))
 

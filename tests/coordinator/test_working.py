@@ -1,0 +1,43 @@
+"""Who says that it is at work is waited for anew; who says nothing is not."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import cast
+
+import pytest
+
+from splitlm.bus.memory import MemoryHub
+from splitlm.coordinator.orders import Aggregator, Orders
+from splitlm.coordinator.training import Training
+from splitlm.core import training
+from splitlm.core.errors import PeerMissingError
+from splitlm.core.shape import find_shape
+
+
+@pytest.mark.parametrize("working", [True, False])
+def test_a_long_validation_is_not_taken_for_a_dead_peer(working: bool) -> None:
+    async def main() -> bool:
+        hub = MemoryHub()
+        orders = Orders(find_shape("two-stage"), owners=1, workers=1, rounds=1, settings={}, run="r")
+        of = Training(hub, orders, cast(Aggregator, None))
+        spoke = hub.join("owner")
+        await spoke.send(training.Register("owner", "owner"))
+        await of.hear(5.0, "it to register")
+
+        async def owner() -> None:
+            for _ in range(4):
+                await asyncio.sleep(0.5)
+                if working:
+                    await spoke.send(training.Working(0))
+            await spoke.send(training.Notify(0, 1, 0.0, 1))
+
+        async with asyncio.TaskGroup() as group:
+            group.create_task(owner())
+            try:
+                _, said = await of.hear(1.25, "it to validate")
+            except PeerMissingError:
+                return False
+            return isinstance(said, training.Notify)
+
+    assert asyncio.run(main()) is working
