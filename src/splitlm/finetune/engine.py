@@ -177,6 +177,8 @@ class Engine:
         outs, home = await self._runner.run(self._compute, who, frame)
         for out in outs:
             await self._plane.send((out.role, out.to if out.to >= 0 else who[1]), out)
+        if self._party.every_batch:
+            await self._runner.run(self._party.settle)
         if isinstance(header, Forward | Backward | Scored):
             return home
         raise ProtocolError(f"A {type(header).__name__} frame came from {who[0]} {who[1]}", expected="Forward")

@@ -39,6 +39,9 @@ class Party:
         goal: what is minimised; used where the loss is.
         how: of its optimizer.
         seeding: of dropout, or None.
+
+    Attributes:
+        every_batch: whether every microbatch brings a step.
     """
 
     def __init__(
@@ -57,7 +60,7 @@ class Party:
         tie(list(self.parts.values()))
         self.parameters = unique(list(self.parts.values()))
         self.optimizer = how.make(self.parameters)
-        self._every_batch = not shape.agreed and shape.steps[role] == "batch"
+        self.every_batch = not shape.agreed and shape.steps[role] == "batch"
         self._batches: dict[int, Microbatch] = {}
         self._round = self._number = 0
         self._window: OpenWindow | None = None
@@ -90,14 +93,7 @@ class Party:
         return f"{self.name}, window {self._number} of round {self._round}"
 
     def open(
-        self,
-        round_: int,
-        number: int,
-        seq: int,
-        order: Sequence[Key],
-        scale: WindowScale,
-        *,
-        train: bool = True,
+        self, round_: int, number: int, seq: int, order: Sequence[Key], scale: WindowScale, *, train: bool = True
     ) -> None:
         """A window begins.
 
@@ -152,14 +148,14 @@ class Party:
         if not self._seen.is_new(header):
             return None
         part, started = self._part(header.part), time.perf_counter()
-        if self._every_batch:
+        if self.every_batch:
             self._round, self._number = header.round, header.window
         hidden, mask, labels = self._tensors(header, tensors)
-        if not self._every_batch and header.train != self.window.train:
+        if not self.every_batch and header.train != self.window.train:
             raise ProtocolError("Frames of training and of validation came together", where=self.place, expected="one")
         if not header.train:
             return self._look(part, header, hidden, mask, labels)
-        if self._every_batch:
+        if self.every_batch:
             self._open_batch(header, key)
         if header.part == min(self.parts):
             self.window.tally.samples += hidden.shape[0]
@@ -236,9 +232,8 @@ class Party:
         window.tally.add(value, items)
         back = part.backward(key)
         sent = self._returned(self._last, key, header, back, started)
-        if self._every_batch:
+        if self.every_batch:
             window.sum.check_finite(self.place)
-            self.step(1.0)
             if not mine:
                 sent = [scored(header, Score(value, items)), *sent]
         return sent
@@ -305,11 +300,17 @@ class Party:
         self.optimizer = self._how.make(self.parameters)
 
     def counted(self) -> int:
-        """Samples since this was last asked, where every microbatch is a window."""
+        """Samples since this was last asked, where every microbatch is a window and has been stepped with."""
+        self.settle()
         if self._window is None:
             return 0
         samples, self._window.tally.samples = self._window.tally.samples, 0
         return samples
+
+    def settle(self) -> None:
+        """Step, where every microbatch brings a step: what is sent because of it leaves first, somebody waits for it."""
+        if self.every_batch and self._window is not None and self._window.sum.total:
+            self.step(1.0)
 
     def _open_batch(self, header: Forward, key: Key) -> None:
         """A party that steps after every microbatch has a window for each; what was counted goes on."""

@@ -13,7 +13,11 @@ from collections.abc import Sequence
 from splitlm.wire.frame import Buffer
 
 JOIN_BYTES = 64 * 1024
-"""Frames up to this size are copied into one write; larger ones are written part by part without a copy of ours."""
+"""Frames up to this size are copied into one write; larger ones are written piece by piece without a copy of ours."""
+PIECE_BYTES = 512 * 1024
+"""What the transport is given at once of a large frame: it copies whatever the kernel does not take at once."""
+PIECES = 4
+"""That it is given before others have their turn."""
 
 
 class Outbox:
@@ -22,7 +26,8 @@ class Outbox:
     def __init__(self) -> None:
         self.bytes_out = 0
         self._transport: asyncio.Transport | None = None
-        self._full = False
+        self._full = self._feeding = False
+        self._pieces: deque[memoryview] = deque()
         self._waiting: deque[asyncio.Future[None]] = deque()
         self._loop = asyncio.get_running_loop()
         self._direct: socket.socket | None = None
@@ -45,11 +50,34 @@ class Outbox:
             return
         size = sum(map(len, parts))
         self.bytes_out += size
-        if size <= JOIN_BYTES:
+        if size <= JOIN_BYTES and not self._pieces:
             self._transport.write(b"".join(parts))
+            return
+        for part in parts:
+            view = memoryview(part).cast("B")
+            self._pieces.extend(view[at : at + PIECE_BYTES] for at in range(0, view.nbytes, PIECE_BYTES))
+        if not self._full and not self._feeding:
+            self._feed()
+
+    def _feed(self) -> None:
+        """Give the transport pieces while the kernel takes them, a few at a time: the loop has others to serve."""
+        self._feeding = False
+        for _ in range(min(PIECES, len(self._pieces))):
+            if self._full or self._transport is None:
+                return  # ``resume`` goes on
+            self._transport.write(self._pieces.popleft())
+        if self._full:
+            return
+        if self._pieces:
+            self._feeding = True
+            self._loop.call_soon(self._feed)
         else:
-            for part in parts:
-                self._transport.write(part)
+            self._wake()
+
+    def _wake(self) -> None:
+        for turn in self._waiting:
+            if not turn.done():
+                turn.set_result(None)
 
     def write_now(self, parts: Sequence[Buffer]) -> bool:
         """Give one frame to the kernel at once, from any thread; whether that was possible.
@@ -59,7 +87,7 @@ class Outbox:
         """
         with self._lock:
             direct, transport = self._direct, self._transport
-            if direct is None or transport is None or self._full or transport.is_closing():
+            if direct is None or transport is None or self._full or self._pieces or transport.is_closing():
                 return False
             if transport.get_write_buffer_size():
                 return False
@@ -86,11 +114,12 @@ class Outbox:
             direct, self._direct = self._direct, None
         if direct is not None:
             direct.close()
+        self._pieces.clear()
         self.resume()
 
     async def drained(self) -> None:
         """Wait until the kernel has everything that was written, or the connection is gone."""
-        while self._full:
+        while self._full or self._pieces:
             turn = self._loop.create_future()
             self._waiting.append(turn)
             try:
@@ -103,14 +132,15 @@ class Outbox:
         self._full = True
 
     def resume(self) -> None:
-        """The kernel has everything, or will never take it."""
+        """The kernel has all it was given, or will never take it."""
         self._full = False
-        for turn in self._waiting:
-            if not turn.done():
-                turn.set_result(None)
+        if not self._feeding:
+            self._feed()
 
     def finish(self) -> None:
         """Say that nothing follows, after what was written."""
         transport = self._transport
         if transport is not None and transport.can_write_eof() and not transport.is_closing():
+            while self._pieces:
+                transport.write(self._pieces.popleft())
             transport.write_eof()

@@ -41,7 +41,10 @@ class Stepping(msgspec.Struct, frozen=True, kw_only=True):
             return None
         if self.optimizer == "sgd":
             return torch.optim.SGD(values, lr=self.learning_rate, weight_decay=self.weight_decay)
-        return torch.optim.AdamW(values, lr=self.learning_rate, weight_decay=self.weight_decay, eps=self.eps)
+        # Fused: one pass over a parameter and its state, where the others take ten.
+        return torch.optim.AdamW(
+            values, lr=self.learning_rate, weight_decay=self.weight_decay, eps=self.eps, fused=True
+        )
 
 
 class GradientSum:
@@ -95,6 +98,8 @@ class GradientSum:
         Raises:
             ModelError: naming the party and the parameter.
         """
+        if bool(torch.isfinite(torch.nn.utils.get_total_norm(self.total.values()))):
+            return  # one pass without a tensor in between; squares may be too large where the numbers are not
         for name, gradient in self.total.items():
             if not bool(torch.isfinite(gradient).all()):
                 raise ModelError(f"The gradient of {name} is not finite", where=who, expected="finite numbers")
@@ -120,8 +125,9 @@ def step(
             gradient = gradient.to(parameter.device)  # a sum over workers comes from a link
         parameter.grad = None if gradient is None else gradient.mul_(scale) if scale != 1.0 else gradient
     given = [parameters[name] for name in sorted(total)]
-    limit = stepping.clip_grad_norm or float("inf")
-    norm = float(torch.nn.utils.clip_grad_norm_(given, limit))
+    norm = torch.nn.utils.get_total_norm([parameter.grad for parameter in given if parameter.grad is not None])
+    if stepping.clip_grad_norm:
+        torch.nn.utils.clip_grads_with_norm_(given, stepping.clip_grad_norm, norm)
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
-    return norm
+    return float(norm)
