@@ -2,7 +2,7 @@
 # make test   every test that this machine can run
 # make lint   what CI checks before it runs a test
 # make bench  the published figures, measured here
-# make tree   draw README's tree anew, after files came or went
+# make tree   draw README's tree and the table of settings anew, after files or settings came or went
 # make clean  remove what tools leave behind; runs/ stays
 #
 # VENV=path and PYTHON=python3.x choose the environment; an existing one is used as it is when it is up to date.
@@ -61,6 +61,7 @@ bench: $(MODEL)
 
 tree: $(INSTALLED)
 	$(BIN)/python -m tests.house.drawing
+	$(BIN)/python -m tests.house.settings_table
 
 clean:
 	rm -rf build dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis .grimp_cache

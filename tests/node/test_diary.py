@@ -24,6 +24,8 @@ def test_rows_come_in_order_and_the_folder_is_free_afterwards(tmp_path: Path) ->
     diary.record("round", {"round": 0, "loss": 1.5})
     diary.close()
     rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    times = [row.pop("seconds") for row in rows]
+    assert times == sorted(times) and times[0] >= 0
     assert rows == [
         *({"record": "window", "window": n} for n in range(50)),
         {"record": "round", "round": 0, "loss": 1.5},

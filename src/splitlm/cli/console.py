@@ -71,7 +71,8 @@ class Console:
             setattr(self, name, value)
         if self.log_level not in LEVELS:
             raise UsageError(f"{self.log_level!r} is no level", where="--log-level", expected=", ".join(LEVELS))
-        handler = _ToStderr(self.log_level.upper())
+        handler = _ToStderr()
+        handler.setLevel(self.log_level.upper())
         handler.setFormatter(self._formatter())
         root = logging.getLogger("splitlm")
         root.handlers = [handler]

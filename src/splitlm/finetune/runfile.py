@@ -32,7 +32,11 @@ def read_run(source: Path | Mapping[str, object], changes: Sequence[str] = ()) -
     def at(path: str) -> str:
         return str(folder / Path(path).expanduser())
 
-    config = read(override(mapping or {}, changes, _value), where).rooted(at)  # type: ignore[arg-type]
+    if not isinstance(mapping, Mapping | None):
+        raise UsageError(
+            f"The file holds {type(mapping).__name__}", where=where, expected="a mapping of sections, as configs/ has"
+        )
+    config = read(override(mapping, changes, _value), where).rooted(at)
     config.check()
     return config
 

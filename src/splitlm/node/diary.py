@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import queue
 import threading
+import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -26,17 +27,17 @@ class Diary:
     """
 
     def __init__(self, folder: RunFolder | None, tell: Callable[[str, dict[str, Any]], None] = lambda _, __: None):
-        self._folder, self._tell = folder, tell
+        self._folder, self._tell, self._began = folder, tell, time.monotonic()
         self._rows: queue.SimpleQueue[Mapping[str, Any] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._write, name="splitlm-diary", daemon=True)
         if folder is not None:
             self._thread.start()
 
     def record(self, kind: str, row: dict[str, Any]) -> None:
-        """Keep one row; ``kind`` becomes its first column."""
+        """Keep one row: first its kind and the seconds since this was made, then its values."""
         self._tell(kind, row)
         if self._folder is not None:
-            self._rows.put({"record": kind, **row})
+            self._rows.put({"record": kind, "seconds": round(time.monotonic() - self._began, 3), **row})
 
     def close(self) -> None:
         """Wait until all is written, and let another process have the folder."""
