@@ -132,7 +132,7 @@ async def _early_end(children: Sequence[StageProcess], begun: asyncio.Event) -> 
 
 
 async def _never() -> SplitlmError | None:
-    never: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+    never: asyncio.Future[SplitlmError | None] = asyncio.get_running_loop().create_future()
     return await never
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import ssl
 from collections.abc import Callable
 
 from splitlm.bus.address import Address
@@ -128,7 +129,7 @@ async def join_rabbit(config: RunConfig, name: str, host: str, deadline_s: float
     return spoke
 
 
-def _access(where: Address) -> tuple[str, int, str, str, str, object]:
+def _access(where: Address) -> tuple[str, int, str, str, str, ssl.SSLContext | None]:
     return where.host, where.port, where.username, where.password, where.virtual_host, where.tls
 
 
