@@ -12,8 +12,9 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 from splitlm.bus.base import Hub, PeerCame, PeerGone
-from splitlm.coordinator.attempt import PATIENCE, REASON, Attempt
-from splitlm.coordinator.members import Lost, Member, Members, Who
+from splitlm.coordinator.attempt import REASON, Attempt
+from splitlm.coordinator.closing import Closing
+from splitlm.coordinator.members import Lost, Member, Members
 from splitlm.coordinator.orders import Aggregator, Orders, Standing
 from splitlm.core import messages, training
 from splitlm.core.errors import NetworkError, PeerLostError, PeerMissingError, ProtocolError, SplitlmError
@@ -137,8 +138,8 @@ class Training:
                             if (fresh := await self._register(peer, event)) is not None:
                                 return fresh, event
                         case training.Failed(code=code, text=text, where="", suspect=suspect) if member is not None:
-                            if suspect is not None and (lost := self.members.blamed(member, suspect, text)) is not None:
-                                raise lost
+                            if suspect is not None and (out := self.members.blamed(member, suspect, text)) is not None:
+                                raise out
                             raise reported(code, f"{member}: {text}")
                         case PeerCame() | PeerGone() | messages.Ping() | training.Register():
                             continue
@@ -258,50 +259,9 @@ class Training:
             while self.orders.validate and await self._window(train=False):
                 self.standing.window += 1
             await self.tell_all(training.Over(number))
-        await self._notified()
-        await self._average()
-
-    async def _notified(self) -> None:
-        """Every owner says that it is through its rows."""
-        while waiting := [m for m in self.members.of("owner") if m.who not in self.standing.notified]:
-            names = ", ".join(map(str, waiting))
-            try:
-                patience = self.orders.timeout_s * PATIENCE
-                member, said = await self.hear(patience, f"{names} to finish round {self.standing.round}")
-            except Lost as lost:
-                await self.without(lost)
-                continue
-            match said:
-                case training.Notify():
-                    self.standing.notified[member.who] = said
-                case training.Stepped():
-                    self.stepped(member, said)
-                case other if not _of_a_window(other):
-                    raise ProtocolError(f"{member} sent {type(other).__name__}", expected="Notify")
-
-    async def _average(self) -> None:
-        number = self.standing.round
-        await self._aggregator.begin(number, [member.who for member in self.members])
-        await self.tell_all(training.Gather(number))
-        saved: dict[Who, training.Saved] = {}
-        while waiting := [m for m in self.members if m.who not in saved]:
-            names = ", ".join(map(str, waiting))
-            try:
-                member, said = await self.hear(self.orders.timeout_s, f"{names} to take the average")
-            except Lost as lost:
-                await self.without(lost)
-                continue
-            match said:
-                case training.Saved():
-                    saved[member.who] = said
-                case other if not _of_a_window(other):
-                    raise ProtocolError(f"{member} sent {type(other).__name__}", expected="Saved")
-        saved = {who: said for who, said in saved.items() if self.members.by_who(who) is not None}
-        counted = await self._aggregator.complete(number, saved)
-        self.standing.notified = {who: told for who, told in self.standing.notified.items() if who in counted}
-        token_loss = any(member.loaded.token_loss for member in self.members)
-        row = self.standing.row(token_loss) | await self.evaluate(number)
-        self._record("round", row)
+        closing = Closing(self, self._aggregator)
+        await closing.notified()
+        self._record("round", await closing.averaged() | await self.evaluate(number))
 
     async def without(self, lost: Lost) -> None:
         """Go on without a party.
@@ -366,14 +326,3 @@ class Training:
             "grad_norm": said.norm,
         }
         self._record("window", row)
-
-
-def _of_a_window(said: messages.Message) -> bool:
-    """Whether this is of a window's barrier: once no window is open, it is late, and of an attempt that is over."""
-    match said:
-        case messages.Prepared() | messages.Nack() | messages.Done() | training.Plan():
-            return True
-        case training.Failed(where=where):
-            return where == "window"
-        case _:
-            return False

@@ -133,7 +133,7 @@ class StateHub:
             except NetworkError:
                 return
             role = channel.claims.role
-            who = (role, channel.claims.place)
+            who: Who = (role, channel.claims.place)  # type: ignore[assignment]  # checked in the next line
             if role not in ROLES or who in self._channels or who in self._gone:
                 await channel.close()
                 continue

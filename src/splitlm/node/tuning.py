@@ -3,27 +3,28 @@
 from __future__ import annotations
 
 import asyncio
+import logging
+import contextlib
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 from splitlm.bus.base import Spoke
 from splitlm.core import messages, training
 from splitlm.core.barrier import Event, Follower, step
-from splitlm.core.errors import ModelError, NetworkError, ProtocolError, SplitlmError, UsageError
+from splitlm.core.errors import ModelError, NetworkError, PeerLostError, ProtocolError, SplitlmError, UsageError
 from splitlm.finetune.batch import Microbatch
 from splitlm.finetune.discretion import Report, discreet
-from splitlm.finetune.engine import Engine, WindowPlan
+from splitlm.finetune.engine import Engine
 from splitlm.finetune.party import Party
 from splitlm.finetune.plane import LinkLostError, Neighbour, Plane
 from splitlm.finetune.recipe import OwnerData, Recipe
 from splitlm.finetune.transfer import State
-from splitlm.finetune.window import WindowScale
 from splitlm.model.runner import Runner
 from splitlm.model.tuned import load_into
 from splitlm.node.alone import Alone
+from splitlm.node.announced import Announced, plan_of
 from splitlm.node.reach import Reach
 from splitlm.node.shelf import Shelf
 from splitlm.node.states import States
@@ -34,14 +35,7 @@ from splitlm.wire.channel import Channel
 SAID = 0.25
 """Part of ``timeout-seconds`` after which an owner that is at work says so again."""
 
-
-@dataclass(frozen=True)
-class _Open:
-    """A window that was announced."""
-
-    word: training.Window
-    batches: Sequence[Microbatch] = ()
-    assign: Sequence[int] = ()
+LAST_WORD_S = 1.0
 
 
 class Tuning:
@@ -67,7 +61,7 @@ class Tuning:
         self._spawn, self._say = spawn, say
         self._shelf = Shelf(recipe, party, start, folder)
         self._follower = Follower()
-        self._open: _Open | None = None
+        self._open: Announced | None = None
         self._work: asyncio.Task[None] | None = None
         self._states: States | None = None
         self._round = 0
@@ -119,6 +113,11 @@ class Tuning:
         if self._states is not None:
             await self._states.close()
 
+    async def _tell(self, message: messages.Message) -> None:
+        """Say something to the coordinator. That it is gone is heard where its last words are."""
+        with contextlib.suppress(PeerLostError):
+            await self._spoke.send(message)
+
     @property
     def states(self) -> States:
         """The way to the aggregator.
@@ -167,16 +166,16 @@ class Tuning:
                 case "prepare" if word is not None:
                     await self._plan(word)
                 case "say READY":
-                    await self._spoke.send(messages.Prepared(action.seq))
+                    await self._tell(messages.Prepared(action.seq))
                 case "say NACK":
-                    await self._spoke.send(messages.Nack(action.seq, action.reason))
+                    await self._tell(messages.Nack(action.seq, action.reason))
                 case "discard":
                     await self._discard()
                 case "apply":
                     await self._step(action.seq)
                     await self._on(Event("applied", action.seq))
                 case "say DONE":
-                    await self._spoke.send(messages.Done(action.seq))
+                    await self._tell(messages.Done(action.seq))
                 case "stop: violation" | "stop: state unknown" | "stop: peer lost":
                     raise ProtocolError(action.reason or "The coordinator spoke out of turn")
                 case _:
@@ -202,7 +201,7 @@ class Tuning:
     async def _plan(self, word: training.Window) -> None:
         """What this owner has for the window; workers wait for the word that all have planned."""
         if self._party.role != "owner":
-            self._open = _Open(word)
+            self._open = Announced(word)
             return
         await self._reach.only({("worker", number) for number in word.workers})
         if (error := self._reach.missing()) is not None:
@@ -223,24 +222,25 @@ class Tuning:
             if chosen is None:
                 raise NetworkError("There is no worker in this window", expected="one at least")
             assign.append(chosen)
-        self._open = _Open(word, batches, assign)
+        self._open = Announced(word, batches, assign)
         items = sum(batch.weight for batch in batches)
-        await self._spoke.send(training.Plan(word.seq, assign, items, left - len(batches)))
+        await self._tell(training.Plan(word.seq, assign, items, left - len(batches)))
 
-    async def _window(self, open_: _Open, opened: training.Opened) -> None:
+    async def _window(self, open_: Announced, opened: training.Opened) -> None:
         """The window's work, to READY or NACK."""
         seq = open_.word.seq
         try:
             async with self._reach.kept():
-                await self._engine.window(self._window_plan(open_, opened), self._working)
+                await self._engine.window(plan_of(open_, opened, self._party, self._recipe.config), self._working)
                 if open_.word.train and self._synced:
                     await self._reduce(seq)
         except (ModelError, UsageError) as error:  # it would only happen again
-            await self._spoke.send(self._failed(error, "window", seq))
+            await self._tell(self._failed(error, "window", seq))
         except LinkLostError as error:
             await self._blame(error, seq)
         except SplitlmError as error:
             if self.states.lost is not None:
+                await asyncio.sleep(LAST_WORD_S)  # in which the coordinator may say more
                 raise
             await self._on(Event("failed", seq, reason=str(error)[:1000]))
         else:
@@ -249,33 +249,9 @@ class Tuning:
     async def _blame(self, error: LinkLostError, seq: int) -> None:
         """The window cannot be finished. An owner says with whom; a worker is the one that others can do without."""
         if self._party.role == "owner":
-            await self._spoke.send(training.Failed(error.exit_code, str(error)[:1000], "window", seq, error.who))
+            await self._tell(training.Failed(error.exit_code, str(error)[:1000], "window", seq, error.who))
         else:
             await self._on(Event("failed", seq, reason=str(error)[:1000]))
-
-    def _window_plan(self, open_: _Open, opened: training.Opened) -> WindowPlan:
-        party, config = self._party, self._recipe.config
-        total = sum(share.items if self._by_item else len(share.assign) for share in opened.shares)
-        order = [
-            (share.owner, index)
-            for share in sorted(opened.shares, key=lambda share: share.owner)
-            for index, worker in enumerate(share.assign)
-            if (share.owner if party.role == "owner" else worker) == party.number
-        ]
-        # Items of single microbatches are their owner's affair: a worker knows its share by count.
-        own = sum(batch.weight for batch in open_.batches) if self._by_item else len(order)
-        return WindowPlan(
-            seq=open_.word.seq,
-            round=open_.word.round,
-            number=open_.word.window,
-            order=order,
-            scale=WindowScale(max(total, 1), own, self._by_item),
-            batches=open_.batches,
-            assign=open_.assign,
-            credit=config.credit,
-            inflight=config.learning.u_shape.max_inflight,
-            train=open_.word.train,
-        )
 
     async def _reduce(self, seq: int) -> None:
         """Workers sum their gradients, so that all of them take the same step."""
@@ -302,7 +278,7 @@ class Tuning:
         speed = tally.padded / tally.seconds if tally.seconds > 0 and tally.padded else 0.0
         self._open = None
         told = self._report.add(tally.loss, tally.items, samples)
-        await self._spoke.send(training.Stepped(seq, *told, speed, norm))
+        await self._tell(training.Stepped(seq, *told, speed, norm))
 
     def _scale(self) -> float | None:
         """A worker's own share of a token-weighted window is not known to it in items: its own count tells."""
@@ -317,7 +293,7 @@ class Tuning:
         if self._party.role == "owner":
             report = self._report
             told = self._validation.told()
-            await self._spoke.send(training.Notify(self._round, self._samples, report.loss, report.items, *told))
+            await self._tell(training.Notify(self._round, self._samples, report.loss, report.items, *told))
 
     def _measured(self, speeds: dict[int, float]) -> None:
         """Workers said how fast they were: an owner's turns follow, if they are to."""
@@ -345,7 +321,7 @@ class Tuning:
         tensors = {name: p.detach() for name, p in party.parameters.items()}
         mean = await self.states.exchange(State("update", number, 0, self._samples, tensors))
         await self._runner.run(load_into, party.parameters, mean)
-        await self._spoke.send(training.Saved(number, await self._runner.run(self._shelf.save, number)))
+        await self._tell(training.Saved(number, await self._runner.run(self._shelf.save, number)))
 
     async def _round_alone(self) -> None:
         """An owner's round where nothing is agreed."""
@@ -357,21 +333,21 @@ class Tuning:
         now = time.monotonic()
         if now - self._spoke_at > self._recipe.config.learning.u_shape.timeout_seconds * SAID:
             self._spoke_at = now
-            await self._spoke.send(training.Working(self._round))
+            await self._tell(training.Working(self._round))
 
     async def _guarded(self, work: Callable[[], Awaitable[None]]) -> None:
         """A round's work; what it fails with is told."""
         try:
-            if self._party.role == "worker":
+            async with self._reach.kept():
                 await work()
-            else:
-                async with self._reach.kept():
-                    await work()
         except LinkLostError as error:
-            await self._spoke.send(training.Failed(error.exit_code, str(error)[:1000], suspect=error.who))
+            await self._tell(training.Failed(error.exit_code, str(error)[:1000], suspect=error.who))
         except SplitlmError as error:
-            await self._spoke.send(self._failed(error))
+            await self._tell(self._failed(error))
 
     def _failed(self, error: SplitlmError, where: Literal["", "window"] = "", seq: int = 0) -> training.Failed:
-        trouble = messages.trouble(discreet(self._party.role, error))
+        told = discreet(self._party.role, error)
+        if told is not error:
+            _log.error("%s", error)  # what others are not told is known here
+        trouble = messages.trouble(told)
         return training.Failed(trouble.code, trouble.text, where, seq)
