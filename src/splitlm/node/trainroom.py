@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Coroutine
+from dataclasses import replace
 from typing import Any
 
 from splitlm.bus.memory import MemoryHub
@@ -17,6 +18,8 @@ from splitlm.model.runner import Runner
 from splitlm.node.party import PartySettings, run_party
 from splitlm.node.partylinks import LinkSettings
 from splitlm.node.trainlead import LeadSettings, lead
+
+HERE = "127.0.0.1"
 
 
 async def train_in_room(settings: LeadSettings, threads: int = 1) -> None:
@@ -31,7 +34,7 @@ async def train_in_room(settings: LeadSettings, threads: int = 1) -> None:
     """
     config, hub, runner = settings.config, MemoryHub(), Runner(threads)
     links = LinkSettings(
-        host="127.0.0.1",
+        host=HERE,
         token=settings.token,
         deadline_s=settings.deadline_s,
         pool_bytes=config.learning.u_shape.pool_bytes,
@@ -44,8 +47,8 @@ async def train_in_room(settings: LeadSettings, threads: int = 1) -> None:
                     party = PartySettings(
                         role, config, settings.resolve, links, folder=settings.folder, objectives=settings.objectives
                     )
-                    group.create_task(_told(run_party(party, hub.join(f"{role}{number}", "127.0.0.1"), runner)))
-            await lead(settings, hub)
+                    group.create_task(_told(run_party(party, hub.join(f"{role}{number}", HERE), runner)))
+            await lead(replace(settings, states=(HERE, 0), advertise=HERE), hub)
     except* SplitlmError as errors:
         raise first_error(errors) from None
     finally:
