@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import logging
+
 from splitlm.core.errors import SplitlmError, UsageError
 from splitlm.core.shape import Role
 
+_log = logging.getLogger("splitlm.train")
 LEAST = 2
 """Samples of a sum that may leave: the sum of one is that sample's own loss."""
 
@@ -35,9 +38,10 @@ class Report:
 def discreet(role: Role, error: SplitlmError) -> SplitlmError:
     """An error as it may be told to others.
 
-    An owner's errors about what it was given may quote a row or a label, which stay where they are; its own process
-    prints them whole.
+    An owner's errors about what it was given may quote a row or a label, which stay where they are: its own log has
+    them whole.
     """
     if role == "owner" and isinstance(error, UsageError):
+        _log.error("%s", error)
         return UsageError("Its rows or settings cannot be used", remedy="Look at its own log")
     return error
