@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import contextlib
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
@@ -346,8 +345,5 @@ class Tuning:
             await self._tell(self._failed(error))
 
     def _failed(self, error: SplitlmError, where: Literal["", "window"] = "", seq: int = 0) -> training.Failed:
-        told = discreet(self._party.role, error)
-        if told is not error:
-            _log.error("%s", error)  # what others are not told is known here
-        trouble = messages.trouble(told)
+        trouble = messages.trouble(discreet(self._party.role, error))
         return training.Failed(trouble.code, trouble.text, where, seq)
