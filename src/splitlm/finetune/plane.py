@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from splitlm.core.errors import NetworkError, ProtocolError
@@ -21,6 +21,8 @@ from splitlm.wire.frame import Buffer, Frame, Header
 Neighbour = tuple[Role, int]
 LANES: tuple[Lane, ...] = ("gradient", "activation")
 """In the order in which they are served."""
+SMALL_BYTES = 48 * 1024
+"""Of a payload that a link takes at once, if it has room."""
 
 
 @dataclass
@@ -38,6 +40,7 @@ class _Line:
     channel: Channel
     outgoing: asyncio.Queue[tuple[Header, list[Buffer]]]
     waiting: deque[Frame] = field(default_factory=deque)
+    sending: bool = False
 
 
 class LinkLostError(NetworkError):
@@ -121,7 +124,23 @@ class Plane:
             **{name: getattr(out.header, name) for name in out.header.__struct_fields__ if name != "tensors"},
             tensors=tuple(specs),
         )
-        await line.outgoing.put((header, list(buffers)))
+        if not self._sent_now(out.lane, who, line, header, buffers):
+            await line.outgoing.put((header, list(buffers)))
+
+    def _sent_now(self, lane: Lane, who: Neighbour, line: _Line, header: Header, buffers: Sequence[Buffer]) -> bool:
+        """Whether a small frame that nothing is ahead of went out at once: waking another task takes as long."""
+        if line.sending or not line.outgoing.empty() or sum(map(len, buffers)) > SMALL_BYTES:
+            return False
+        before = line.channel.bytes_out
+        try:
+            if not line.channel.send_now(header, buffers):
+                return False
+        except NetworkError as error:
+            self._lost(who, error)
+            return True
+        self.counts[lane].frames_out += 1
+        self.counts[lane].bytes_out += line.channel.bytes_out - before
+        return True
 
     async def part(self, who: Neighbour) -> None:
         """Forget a neighbour: its links, and what came of it."""
@@ -168,8 +187,9 @@ class Plane:
         try:
             while True:
                 header, buffers = await line.outgoing.get()
-                before = line.channel.bytes_out
+                before, line.sending = line.channel.bytes_out, True
                 await line.channel.send(header, buffers)
+                line.sending = False
                 counts.frames_out += 1
                 counts.bytes_out += line.channel.bytes_out - before
         except NetworkError as error:
