@@ -22,6 +22,7 @@ from splitlm.finetune.party import Party
 from splitlm.finetune.plane import Plane
 from splitlm.finetune.recipe import OwnerData
 from splitlm.link import base as link
+from splitlm.wire.frame import encode
 from tests.node.test_tuning import config, model_folder, rows_file, run
 
 RUN = 4
@@ -78,7 +79,7 @@ class Watch:
 def watch(monkeypatch: pytest.MonkeyPatch) -> Iterator[Watch]:
     """Listens at the level of bytes, and knows what each owner computes."""
     seen = Watch()
-    encode, encode_message, begin, value = link.encode, messages.encode, Party.begin, Objective.value
+    encode_message, begin, value = messages.encode, Party.begin, Objective.value
 
     def frame(header: Any, tensors: Any = ()) -> Any:
         parts = encode(header, tensors)

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from splitlm.bus.memory import MemoryHub
 from splitlm.core import training
 from splitlm.core.errors import ModelError, SplitlmError, UsageError
 from splitlm.finetune.batch import Microbatch
@@ -30,7 +31,7 @@ def paragraph(error: BaseException) -> str:
     return next(str(e) for e in leaves(error) if "owner 0 (" in str(e) or "worker 0 (" in str(e))
 
 
-class Heard(test_tuning.MemoryHub):
+class Heard(MemoryHub):
     """Keeps what the coordinator says."""
 
     windows: list[training.Window]

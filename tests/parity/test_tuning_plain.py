@@ -80,7 +80,7 @@ class Plain:
         total = 0.0
         for batch in of:
             loss = self.loss(batch)
-            (loss / len(of)).backward()
+            torch.autograd.backward(loss / len(of))
             total += float(loss.detach()) / len(of)
         for part, optimizer in zip(self.parts, self.optimizers, strict=True):
             torch.nn.utils.clip_grad_norm_(list(part.values()), CLIP)

@@ -308,7 +308,7 @@ class Party:
         return samples
 
     def settle(self) -> None:
-        """Step, where every microbatch brings a step: what is sent because of it leaves first, somebody waits for it."""
+        """Step, where every microbatch brings a step: what is sent because of it, and is waited for, leaves first."""
         if self.every_batch and self._window is not None and self._window.sum.total:
             self.step(1.0)
 
