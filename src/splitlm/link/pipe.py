@@ -117,7 +117,9 @@ class QueueTransport(asyncio.Transport):
                 self._inbound.append(memoryview(message.body))
             case "data":
                 self._fail("it sent more than it may")
-            case "took" if message.body.isdigit() and self._credit + int(message.body) <= WINDOW:
+            case "took" if (
+                len(message.body) < 3 and message.body.isdigit() and self._credit + int(message.body) <= WINDOW
+            ):
                 self._credit += int(message.body)
                 self._due.set()
             case "took":
