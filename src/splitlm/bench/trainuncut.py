@@ -8,11 +8,11 @@ from statistics import median
 from typing import Any
 
 import torch
-from transformers import AutoModelForSequenceClassification
 
 from splitlm.core.config import read
 from splitlm.finetune.batch import Microbatch
 from splitlm.finetune.recipe import OwnerData, open_recipe, read_rows
+from splitlm.model.stock import stock_classifier
 from splitlm.model.tuned import TunedPart
 from splitlm.model.uncut_train import UncutTrainer
 
@@ -89,8 +89,7 @@ class PlainTrainWork:
 
     def __init__(self, *, config: dict[str, Any], threads: int) -> None:
         self._rounds = Rounds(config, threads)
-        self._model: Any = AutoModelForSequenceClassification.from_pretrained(self._rounds.folder, dtype=torch.float32)
-        self._model.train()
+        self._model: Any = stock_classifier(self._rounds.folder)
         learning = self._rounds.config.learning
         self._optimizer = torch.optim.AdamW(
             self._model.parameters(), lr=learning.learning_rate, weight_decay=learning.weight_decay

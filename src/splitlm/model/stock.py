@@ -1,12 +1,13 @@
-"""What a user has without us: transformers' own ``generate``. Only comparisons use it."""
+"""What a user has without us: transformers' own ``generate``, and its own modules. Only comparisons use it."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from splitlm.model.load import ModelFiles
 
@@ -38,3 +39,8 @@ class Stock:
         )
         made: list[int] = out[0, len(prompt) :].tolist()
         return made
+
+
+def stock_classifier(folder: Path) -> Any:
+    """A whole classifier as transformers loads it, in fp32, ready to be trained."""
+    return AutoModelForSequenceClassification.from_pretrained(folder, dtype=torch.float32, local_files_only=True).train()
