@@ -43,4 +43,5 @@ class Stock:
 
 def stock_classifier(folder: Path) -> Any:
     """A whole classifier as transformers loads it, in fp32, ready to be trained."""
-    return AutoModelForSequenceClassification.from_pretrained(folder, dtype=torch.float32, local_files_only=True).train()
+    options = {"dtype": torch.float32, "local_files_only": True}
+    return AutoModelForSequenceClassification.from_pretrained(folder, **options).train()
