@@ -12,7 +12,7 @@ from typing import Any
 
 from splitlm.bus.base import Hub
 from splitlm.core.config import RunConfig
-from splitlm.core.errors import SplitlmError
+from splitlm.core.errors import PeerLostError, SplitlmError
 from splitlm.link.local import LOOPBACK, loopback
 from splitlm.node.guard import Guard
 from splitlm.node.identity import node_name
@@ -125,10 +125,19 @@ async def _early_end(children: Sequence[StageProcess], begun: asyncio.Event) -> 
     while not begun.is_set():
         await asyncio.sleep(0.2)
         for child in children:
-            if child.exit_code not in (None, 0) and (error := child.failure()) is not None:
+            if child.exit_code not in (None, 0) and (error := _failure(child)) is not None:
                 await asyncio.sleep(1.0)  # where the coordinator heard of it, it ends the run
                 return error if not begun.is_set() else await _never()
     return await _never()
+
+
+def _failure(child: StageProcess) -> SplitlmError | None:
+    """Why a party ended: in its own words, where it had some."""
+    if (child.exit_code or 0) >= 0:
+        return child.failure()
+    return PeerLostError(
+        f"The party's process {child.pid} {child.fate()} before the run began", remedy="Start it again"
+    )
 
 
 async def _never() -> SplitlmError | None:
