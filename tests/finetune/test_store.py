@@ -23,7 +23,7 @@ from hypothesis import strategies as st
 
 from splitlm.core.cut import Segment
 from splitlm.core.errors import CheckpointError, SplitlmError, UsageError
-from splitlm.finetune.partyfile import flatten, nest
+from splitlm.finetune.partyfile import PartyFolder, flatten, nest
 from splitlm.finetune.store import Identity, Party, RunFolder
 
 CUT = (Segment(0, 1, embed=True), Segment(1, 3), Segment(3, 4, head=True))
@@ -370,3 +370,83 @@ def test_a_folder_that_cannot_be_begun_can_be_begun_later(tmp_path: Path, monkey
     with run:
         run.create({}, {})
         assert (run.path / "config.yaml").is_file()
+
+
+def test_a_party_keeps_its_own_rounds_as_long_as_a_manifest_may_name_them(tmp_path: Path) -> None:
+    north, south = PartyFolder(tmp_path, "north"), PartyFolder(tmp_path, "south")
+    files = {number: north.save(number, party(number)) for number in range(5)}
+    south.save(0, party(9))
+    left = {path.parent.name: path.name for path in tmp_path.glob("rounds/*/party-north.json")}
+    assert sorted(left) == ["000002", "000003", "000004"]
+    assert (tmp_path / "rounds" / "000000" / "party-south.json").exists()  # another's is its own affair
+    assert same(north.load(3, files[3]), party(3)) and same(south.load(3, files[3], "north"), party(3))
+    for file, damage, says in (
+        ("party-north.json", flip, "SHA-256"),
+        ("party-north.safetensors", Path.unlink, "cannot be read"),
+    ):
+        damage(tmp_path / "rounds" / "000004" / file)
+        with pytest.raises(CheckpointError, match=says):
+            north.load(4, files[4])
+    with pytest.raises(CheckpointError, match="no such file"):
+        north.load(3, {})
+
+
+def test_a_party_whose_disk_is_full_leaves_no_half_round(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = PartyFolder(tmp_path, "north")
+    files = folder.save(0, party(1))
+
+    def broken(self: Path, target: Path) -> Path:
+        if target.suffix == ".json":
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return self.rename(target)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "replace", broken)
+        with pytest.raises(SplitlmError, match="No space left on device"):
+            folder.save(1, party(2))
+    assert list((tmp_path / "rounds" / "000001").iterdir()) == []
+    assert same(folder.load(0, files), party(1))
+
+
+def test_files_that_lie_elsewhere_are_their_partys_to_verify(run: RunFolder, tmp_path: Path) -> None:
+    away = PartyFolder(tmp_path / "away", "b")
+    here = PartyFolder(run.path, "a").save(1, party(1))
+    there = away.save(1, party(2))
+    run.complete(1, ["b", "a"], here | there)
+    manifest = run.manifest(1)
+    assert manifest.parties == ("a", "b") and manifest.elsewhere == ("party-b.json", "party-b.safetensors")
+    assert run.latest() == 1 and same(run.load(1, "a"), party(1))
+    assert same(away.load(1, manifest.files), party(2))
+    flip(run.path / "rounds" / "000001" / "party-a.json")
+    assert run.latest() is None
+
+
+def test_what_an_earlier_attempt_at_a_round_left_is_gone_with_it(run: RunFolder) -> None:
+    run.save_round(0, {"a": party(1)})
+    folder = PartyFolder(run.path, "old")
+    folder.save(1, party(1))
+    (run.path / ".model.x.part").mkdir()
+    run.close()
+    with RunFolder(run.path, WHO) as again:
+        again.reopen()
+        assert rounds(again) == ["000000"] and not list(run.path.glob("*.part")) and not list(run.path.glob(".*.part"))
+        folder.save(1, party(1))
+        again.complete(1, ["a"], PartyFolder(run.path, "a").save(1, party(2)))
+        assert {path.name for path in (run.path / "rounds" / "000001").iterdir()} == {
+            "manifest.json",
+            "party-a.json",
+            "party-a.safetensors",
+        }
+
+
+def test_every_part_of_an_identity_is_in_its_words() -> None:
+    first = Identity("a" * 64, CUT, "b" * 64, 2, 3, 8)
+    others = [
+        Identity("c" * 64, CUT, "b" * 64, 2, 3, 8),
+        Identity("a" * 64, CUT[:2], "b" * 64, 2, 3, 8),
+        Identity("a" * 64, CUT, "", 2, 3, 8),
+        Identity("a" * 64, CUT, "b" * 64, 1, 3, 8),
+        Identity("a" * 64, CUT, "b" * 64, 2, 2, 8),
+        Identity("a" * 64, CUT, "b" * 64, 2, 3, 0),
+    ]
+    assert len({str(one) for one in [first, *others]}) == 7
