@@ -159,7 +159,7 @@ def test_a_stranger_is_logged_once_and_forgotten(data: bytes, caplog: pytest.Log
 def test_a_slow_handshake_blocks_nobody_and_is_dropped(caplog: pytest.LogCaptureFixture) -> None:
     async def story(listener: tcp.TcpListener) -> None:
         slow = [await asyncio.open_connection(HOST, listener.port) for _ in range(3)]
-        slow[1][1].write(b"SPLM\x01")
+        slow[1][1].write(b"SPLM" + bytes([PROTOCOL]))
         slow[2][1].write(b"".join(encode(Hello("control", bytes(32)))))
         await works(listener)
         for reader, writer in slow:
