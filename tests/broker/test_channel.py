@@ -143,6 +143,7 @@ def test_a_connection_that_ends_takes_its_links_with_it(rabbit: Broker) -> None:
             with pytest.raises(PeerLostError):  # its queue is gone, which the next word finds out
                 while True:
                     await b.send(Said(b"x"))
+                    await asyncio.sleep(0.01)
             await asyncio.gather(a.close(), b.close())
             await listener.close()
             await far.close()
