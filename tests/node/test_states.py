@@ -153,11 +153,17 @@ def test_an_exchange_that_is_broken_off_leaves_no_half_state_in_the_link(monkeyp
 
     async def main() -> None:
         mine, its = pair(claims("worker", 0), claims("aggregator", 0), purpose="state")
+        send = mine.send
+
+        async def slow(*frame: Any) -> None:
+            await asyncio.sleep(0)
+            await send(*frame)
+
+        monkeypatch.setattr(mine, "send", slow)
         states = States(mine)
-        large = State("gradient", 0, 1, 0, {f"w{i}": torch.ones(64) for i in range(50)})
+        large = State("gradient", 0, 1, 0, {f"w{i}": torch.ones(64) for i in range(2000)})
         broken = asyncio.create_task(states.exchange(large))
-        await asyncio.sleep(0)
-        await asyncio.sleep(0)
+        await asyncio.sleep(0.001)
         broken.cancel()
         following = asyncio.create_task(states.exchange(gradient(2, 1.0)))
         async with asyncio.timeout(20):
