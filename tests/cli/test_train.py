@@ -66,7 +66,7 @@ def test_a_demo_trains_and_sums_up(demo: Demo) -> None:
     assert all(lanes[lane] > 100_000 for lane in ("activation", "gradient", "state"))
     sent, came = (sum(part[way]["activation"] for part in found["parts"]) for way in ("bytes_out", "bytes_in"))
     assert came == sent
-    assert "round 1 of 2: " in demo.done.err and "round 2 of 2: " in demo.done.err
+    assert "round 1 of 12: " in demo.done.err and "round 12 of 12: " in demo.done.err
 
 
 def test_a_demo_leaves_its_settings_metrics_and_logs(demo: Demo) -> None:
