@@ -32,7 +32,7 @@ class Size:
     batch: int = 8
     length: int = 64
     microbatches: int = 16
-    windows: int = 2
+    windows: int = 1
 
     @property
     def tensor_bytes(self) -> int:

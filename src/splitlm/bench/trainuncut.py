@@ -114,7 +114,7 @@ class PlainTrainWork:
 
 
 class SharesWork:
-    """Forward and backward of one microbatch, part by part, on one thread.
+    """Forward and backward of one microbatch, part by part, on one thread; in its CPU time, whatever else runs here.
 
     Args:
         config: of the run, as a mapping; each turn has a cut of its own.
@@ -142,17 +142,17 @@ class SharesWork:
     def _once(parts: list[TunedPart], batch: Any, goal: Any) -> list[float]:
         took, hidden, key = [0.0] * len(parts), batch.ids, (0, 0)
         for i, part in enumerate(parts[:-1]):
-            begin = time.perf_counter()
+            begin = time.thread_time()
             hidden = part.forward(key, hidden, batch.mask)
-            took[i] += time.perf_counter() - begin
-        begin = time.perf_counter()
+            took[i] += time.thread_time() - begin
+        begin = time.thread_time()
         parts[-1].score(key, hidden, batch.mask, batch.labels, goal, 1.0)
         gradient = parts[-1].backward(key)
-        took[-1] += time.perf_counter() - begin
+        took[-1] += time.thread_time() - begin
         for i in reversed(range(len(parts) - 1)):
-            begin = time.perf_counter()
+            begin = time.thread_time()
             gradient = parts[i].backward(key, gradient)
-            took[i] += time.perf_counter() - begin
+            took[i] += time.thread_time() - begin
         return took
 
     def close(self) -> None:

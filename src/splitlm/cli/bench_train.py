@@ -20,7 +20,7 @@ def train(
     batch: Annotated[int, typer.Option(help="Rows per microbatch.")] = 8,
     length: Annotated[int, typer.Option(help="Tokens per row.")] = 64,
     microbatches: Annotated[int, typer.Option(help="Microbatches per window.")] = 16,
-    windows: Annotated[int, typer.Option(help="Windows per turn.")] = 2,
+    windows: Annotated[int, typer.Option(help="Windows per turn.")] = 1,
     rounds: Annotated[int, typer.Option(help="Rounds of the run whose memory is watched.")] = 200,
     repetitions: Repetitions = 5,
     only: Annotated[
