@@ -16,6 +16,8 @@ import yaml
 from .command import ROOT, Done, all_gone, left, run, start
 
 CONFIGS = ROOT / "configs"
+ROUNDS = 12
+"""Of each demo."""
 DEMOS = {"u-shape": "demo-ushape.yaml", "two-stage": "demo-two-stage.yaml"}
 
 
@@ -52,8 +54,8 @@ def test_a_demo_trains_and_sums_up(demo: Demo) -> None:
     found = demo.summary
     config = yaml.safe_load((demo.folder / "config.yaml").read_text())
     agreed = config["server"]["architecture"] == "u-shape"
-    assert (found["rounds"], found["samples"], found["repeated"], found["lost"]) == (2, 2 * 2 * 96, 0, [])
-    assert found["windows"] == (6 if agreed else 0)
+    assert (found["rounds"], found["samples"], found["repeated"], found["lost"]) == (ROUNDS, ROUNDS * 2 * 96, 0, [])
+    assert found["windows"] == (3 * ROUNDS if agreed else 0)
     assert found["loss_last"] < found["loss_first"] < 2.5  # of six classes: ln 6 is 1.79
     assert [part["party"] for part in found["parts"]] == ["owner 0", "owner 1", "worker 0"]
     for part in found["parts"]:
@@ -66,7 +68,7 @@ def test_a_demo_trains_and_sums_up(demo: Demo) -> None:
     assert all(lanes[lane] > 100_000 for lane in ("activation", "gradient", "state"))
     sent, came = (sum(part[way]["activation"] for part in found["parts"]) for way in ("bytes_out", "bytes_in"))
     assert came == sent
-    assert "round 1 of 12: " in demo.done.err and "round 12 of 12: " in demo.done.err
+    assert f"round 1 of {ROUNDS}: " in demo.done.err and f"round {ROUNDS} of {ROUNDS}: " in demo.done.err
 
 
 def test_a_demo_leaves_its_settings_metrics_and_logs(demo: Demo) -> None:
@@ -78,9 +80,9 @@ def test_a_demo_leaves_its_settings_metrics_and_logs(demo: Demo) -> None:
     assert {"python", "splitlm", "torch", "transformers", "peft"} <= versions.keys()
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     kinds = [row["record"] for row in rows]
-    assert kinds.count("round") == 2 and kinds.count("party") == 6 and kinds.count("owner") == 2
+    assert kinds.count("round") == ROUNDS and kinds.count("party") == 3 * ROUNDS and kinds.count("owner") == 2
     windows = [row for row in rows if row["record"] == "window" and row["party"].startswith("owner")]
-    assert len(windows) == 2 * 2 * 3 and all(row["loss"] > 0 for row in windows)
+    assert len(windows) == ROUNDS * 2 * 3 and all(row["loss"] > 0 for row in windows)
     with (folder / "metrics.csv").open(newline="") as file:
         assert [row["record"] for row in csv.DictReader(file)] == kinds
     for name in ("owner-0", "owner-1", "worker-0"):
@@ -134,6 +136,7 @@ def test_a_run_is_not_trained_over(demo: Demo) -> None:
 def test_the_closing_summary_in_words(tmp_path: Path) -> None:
     """In this process, since nothing of it depends on which; with one owner and a setting that is not read."""
     changes = ["server.clients=[1,1]", "server.data-distribution.num-sample=32", "learning.control-count=3"]
+    changes.append("server.global-round=2")
     options = [word for change in changes for word in ("--set", change)]
     folder = tmp_path / "run"
     done = run("train", CONFIGS / "demo-ushape.yaml", "--local", "--folder", folder, *options)
