@@ -53,6 +53,16 @@ DATA_SUFFIXES = (".jsonl", ".json", ".csv", ".txt", ".parquet")
 """What ``server.data-name`` ends with where it is a file and not the name of a data set."""
 
 
+def names_model_path(name: str) -> bool:
+    """Whether a ``server.model-name`` is a place on one machine, and not what a model is called everywhere."""
+    return name.startswith((".", "~", "/"))
+
+
+def names_data_path(name: str) -> bool:
+    """Whether a ``server.data-name`` is a place on one machine, and not what a data set is called everywhere."""
+    return name.startswith((".", "~", "/")) or name.endswith(DATA_SUFFIXES)
+
+
 class RunConfig(Settings, frozen=True):
     """Everything that a run is told.
 
@@ -143,8 +153,8 @@ class RunConfig(Settings, frozen=True):
     def rooted(self, at: Callable[[str], str]) -> RunConfig:
         """The same with every path as ``at`` gives it: relative paths are relative to the folder of the file.
 
-        A name of a model counts as a path where it begins with ``.`` or ``~``, and that of a data set also where it
-        ends like a file (``DATA_SUFFIXES``).
+        A name of a model counts as a path where it begins with ``.``, ``~`` or ``/``, and that of a data set also where
+        it ends like a file (``DATA_SUFFIXES``).
 
         Args:
             at: a path from the file's own folder, such as ``lambda path: str(file.parent / Path(path).expanduser())``.
@@ -158,8 +168,8 @@ class RunConfig(Settings, frozen=True):
         changed = {
             "model_path": perhaps(server.model_path),
             "data_path": perhaps(server.data_path),
-            "model_name": at(model) if model.startswith((".", "~")) else model,
-            "data_name": at(data) if data.startswith((".", "~")) or data.endswith(DATA_SUFFIXES) else data,
+            "model_name": at(model) if names_model_path(model) else model,
+            "data_name": at(data) if names_data_path(data) else data,
         }
         limits = {str(changed["model_name"]) if name == model else name: limit for name, limit in server.model.items()}
         return msgspec.structs.replace(
