@@ -43,6 +43,7 @@ from .test_config import refused
         ("fine-tune.LoRA.alpha=0", ("above 0",)),
         ("privacy.noise=-1", ("at least 0",)),
         ("server.architecture=ushape", ("nearest is u-shape", "two-stage")),
+        ("server.aggregator=elsewhere", ("'elsewhere'", "not built yet", "coordinator")),
         ("server.bus=rabbit", ("nearest is rabbitmq", "star")),
         ("server.model-name=Bret", ("nearest is Bert", "./Bret")),
         ("server.model-name=GPT-2", ("nearest is GPT2",)),

@@ -106,6 +106,13 @@ def _check_names(settings: Settings, where: str) -> None:
             if meant
             else "",
         )
+    if server.aggregator not in (None, "coordinator"):
+        raise UsageError(
+            f"Averages cannot be taken at {server.aggregator[:60]!r}: an aggregator elsewhere is not built yet",
+            where=f"{where}:server.aggregator",
+            expected="coordinator, or nothing: they are taken in the coordinator's process",
+            remedy="Run the coordinator on the machine that is to average",
+        )
     if any(mark in settings.rabbit.address for mark in "@/") or not settings.rabbit.address.strip():
         raise UsageError(
             "rabbit.address is not the name or address of a host",
