@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from decimal import Decimal
 from pathlib import Path
 from typing import Any
@@ -84,6 +85,12 @@ def test_a_classifiers_loss_and_accuracy_are_those_of_transformers(more: dict[st
     assert got.keys() == {"central_loss", "central_accuracy"}
     assert got["central_accuracy"] == int((logits.argmax(-1) == labels).sum()) / len(labels)
     assert got["central_loss"] == pytest.approx(float(torch.nn.functional.cross_entropy(logits, labels)), abs=1e-5)
+
+
+def test_without_a_metric_no_accuracy_is_told(tmp_path: Path) -> None:
+    recipe = a_recipe("bert", tmp_path)
+    own = replace(recipe.goal, forward=lambda model, *given: model(*given)[:, :1], loss=lambda output, _: output.mean())
+    assert found(replace(recipe, goal=own), CLASSIFIED, trained(recipe)).keys() == {"central_loss"}
 
 
 @pytest.mark.parametrize(

@@ -218,6 +218,16 @@ def test_an_own_loss_is_a_mean_and_becomes_a_sum() -> None:
     assert output.grad is not None and output.grad.tolist() == [0.0, 2.0, 6.0]
 
 
+@pytest.mark.parametrize("shape", [(3,), (3, 1), (3, 2, 4), (2, 4)], ids=str)
+def test_an_own_output_that_is_no_logits_has_no_metric(shape: tuple[int, ...]) -> None:
+    labels = torch.tensor([0, 1, 2])
+    assert SQUARE.metric(torch.zeros(shape), labels) == (0.0, 0)
+    assert SQUARE.metric(torch.zeros(3, 4), labels) == (1.0, 3)
+    own = dataclasses.replace(CAUSAL, loss=mean_square)
+    assert own.metric(torch.zeros(1, 4), torch.tensor([[1, 0, 2, 3]])) == (0.0, 0)
+    assert own.metric(torch.zeros(1, 4, 5), torch.tensor([[1, 0, 2, 3]])) == (1.0, 3)
+
+
 def test_an_own_loss_gets_shifted_labels_and_float32() -> None:
     seen: list[tuple[torch.dtype, list[list[int]]]] = []
 

@@ -27,8 +27,9 @@ def evaluate(
 ) -> Iterator[dict[str, float] | None]:
     """Evaluate step by step: None after each microbatch and each answer, and at last what was found.
 
-    ``central_loss`` in every case, a mean over items; ``central_accuracy`` of a classifier; ``perplexity`` of a
-    language model; ``exact_match`` of one whose rows are questions with a number after ``####`` in their answers.
+    ``central_loss`` in every case, a mean over items; ``central_accuracy`` of a classifier, unless its objective has no
+    metric; ``perplexity`` of a language model; ``exact_match`` of one whose rows are questions with a number after
+    ``####`` in their answers.
 
     Args:
         recipe: of the run.
@@ -52,8 +53,8 @@ def evaluate(
         found["central_loss"] = loss = score.loss / score.items
         if goal.token_loss:
             found["perplexity"] = perplexity(loss)
-        else:
-            found["central_accuracy"] = score.correct / max(score.counted, 1)
+        elif score.counted:
+            found["central_accuracy"] = score.correct / score.counted
     right = asked = 0
     if rows.answers and goal.token_loss:
         for correct in _answered(recipe, whole, codec, rows, answers):

@@ -103,8 +103,13 @@ class Objective:
         return total, items
 
     def metric(self, output: torch.Tensor, labels: torch.Tensor) -> tuple[float, int]:
-        """How many items the largest logit gets right, and how many there are; shapes and errors as in ``value``."""
+        """How many items the largest logit gets right, and how many there are; shapes and errors as in ``value``.
+
+        (0.0, 0) where the output of an own ``loss`` is no logits: there is nothing to count.
+        """
         targets = self._targets(output, labels)
+        if self.loss is not None and not (output.shape[:-1] == targets.shape and output.shape[-1] > 1):
+            return 0.0, 0
         right = output.detach().argmax(dim=-1) == targets  # never where a label is ignored: no index is negative
         return float(right.sum()), self._items(targets)
 

@@ -20,7 +20,7 @@ class Score(NamedTuple):
         loss: over ``items``.
         items: of the loss.
         correct: of the metric, over ``counted``.
-        counted: items of the metric.
+        counted: items of the metric; 0 where the objective has none.
     """
 
     loss: float = 0.0
