@@ -162,14 +162,16 @@ def test_the_hubs_cache_is_read_without_network_and_without_datasets(no_hub: Pat
         ("dair-ai--emotion", "split/train.jsonl", EMOTION),
         ("openai--gsm8k", "main/test-00000-of-00001.jsonl", MATHS),
         ("me--mine", "data/train.jsonl", EMOTION),
+        ("dair-ai--emotion", "data/validation.jsonl", EMOTION[:2]),
     ):
         place = no_hub / f"datasets--{repository}"
-        (place / "refs").mkdir(parents=True)
+        (place / "refs").mkdir(parents=True, exist_ok=True)
         (place / "refs" / "main").write_text("a" * 40)
         lines(place / "snapshots" / ("a" * 40) / file, [*rows])
     assert load_rows("EMOTION", "train").num_labels == 4
     assert load_rows("GSM8K", "validation").answers[1] == "#### 4"
     assert load_rows("me/mine", "train").labels == (1, 0, 3)
+    assert load_rows("EMOTION", "validation").labels == (1, 0)  # an older layout of that repository
     with pytest.raises(UsageError, match="no hub and no path"):
         load_rows("EMOTION", "test")
 

@@ -156,8 +156,8 @@ def _file(path: Path, name: str, split: str) -> Path:
 
 
 def _find(folder: Path, inner: str, name: str, split: str) -> Path | None:
-    """A split's file in a folder, or in the folder where hub repositories keep it."""
-    for place in (folder, folder / inner):
+    """A split's file in a folder, or in those where hub repositories keep it: ``inner``, and ``data`` in any case."""
+    for place in dict.fromkeys((folder, folder / inner, folder / "data")):
         for stem in (f"{name}_{split}", f"{name}-{split}", split):
             for kind in _KINDS:
                 if (place / (stem + kind)).is_file():
