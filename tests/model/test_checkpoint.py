@@ -103,6 +103,20 @@ def test_a_full_model_comes_back_to_the_bit(family: str, base: Callable[[str], P
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
+@pytest.mark.parametrize(
+    ("family", "source", "saved"),
+    [("bert", "BertForMaskedLM", "BertForSequenceClassification"), ("gpt2", "GPT2Model", "GPT2LMHeadModel")],
+)
+def test_the_config_names_the_class_that_was_trained(
+    family: str, source: str, saved: str, base: Callable[[str], Path], tmp_path: Path
+) -> None:
+    model = load(base(family), family)
+    model.config.architectures = [source]
+    save_full(tmp_path / "out", model.state_dict(), model.config)
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["architectures"] == [saved]
+    assert model.config.architectures == [source]
+
+
 def test_a_tied_table_is_stored_once(base: Callable[[str], Path], tmp_path: Path) -> None:
     from safetensors import safe_open
 

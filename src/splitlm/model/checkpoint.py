@@ -47,6 +47,7 @@ def save_full(
     config: Any,
     tokenizer_folder: Path | None = None,
     *,
+    architecture: str = "",
     shard_bytes: int = SHARD_BYTES,
 ) -> None:
     """A model directory that ``from_pretrained`` loads. One that was there before is replaced in one step.
@@ -56,10 +57,13 @@ def save_full(
         tensors: by the original keys of the whole model. A tied head may be among them; it is stored once.
         config: of transformers; its element type becomes that of the tensors.
         tokenizer_folder: whose tokenizer files are copied along; None for none.
+        architecture: the model's class in transformers; by default the one that its family is trained as, which need
+            not be what ``config`` says: that may come from a directory with another head.
         shard_bytes: largest size of one file of weights.
 
     Raises:
         CheckpointError: a head that is tied in the config is not equal to the embedding.
+        UnknownFamilyError: no architecture is named, and the config is of no family.
         UsageError: the folder holds something that is no checkpoint.
         SplitlmError: the files cannot be written; what was there before is untouched.
     """
@@ -68,6 +72,7 @@ def save_full(
     kinds = {tensor.dtype for tensor in state.values() if tensor.is_floating_point()}
     if len(kinds) == 1:
         config.dtype = kinds.pop()
+    config.architectures = [architecture or _trained_as(config)]
     with new_folder(folder) as temporary:
         config.save_pretrained(temporary)
         _save_shards(temporary, state, shard_bytes)
@@ -168,7 +173,7 @@ def merge(base_folder: Path, adapter_folder: Path, out: Path) -> None:
                     f"There is no module for the tensor {key!r}", where=str(adapter_folder), expected=expected
                 )
         merged: Any = PeftModel.from_pretrained(base, str(adapter_folder), local_files_only=True).merge_and_unload()
-    save_full(out, merged.state_dict(), merged.config, base_folder)
+    save_full(out, merged.state_dict(), merged.config, base_folder, architecture=type(merged).__name__)
 
 
 def save_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
@@ -276,6 +281,17 @@ def _exchange(one: Path, other: Path) -> bool:
     call = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
     done = call is not None and call(_AT_CWD, os.fsencode(one), _AT_CWD, os.fsencode(other), _EXCHANGE) == 0
     return bool(done)
+
+
+def _trained_as(config: Any) -> str:
+    """The class of transformers that a model of this config is trained as: of its family's task."""
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING
+
+    from splitlm.model.family import find_family
+
+    classes = {"causal": MODEL_FOR_CAUSAL_LM_MAPPING, "classify": MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING}
+    name: str = classes[find_family(config.model_type).task][type(config)].__name__
+    return name
 
 
 def _once(tensors: Mapping[str, Tensor], config: Any) -> dict[str, Tensor]:
