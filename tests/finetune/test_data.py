@@ -50,6 +50,13 @@ def codec(tiny: Callable[[str], Path]) -> TextCodec:
     return TextCodec(tiny("llama"))
 
 
+def test_a_token_that_the_model_does_not_have_is_told(bert: Path) -> None:
+    rows = Rows("rows.txt", ("i feel fine", "i feel low"), (0, 1))
+    assert len(encode(rows, TextCodec(bert), CLASSES, context=512, vocab=8).examples) == 2
+    with pytest.raises(UsageError, match="row 1: the tokenizer gives token id 7, and the model has 7 tokens"):
+        encode(rows, TextCodec(bert), CLASSES, context=512, vocab=7)
+
+
 def test_classification_keeps_the_special_token_at_the_end(bert: Path) -> None:
     rows = Rows("x", ("i feel fine", "i feel low i feel low", "zzz", "i"), (0, 2, 1, 1))
     for longest in (2, 3, 4, 5, 100):

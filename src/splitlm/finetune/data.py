@@ -57,6 +57,7 @@ def encode(
     context: int,
     max_length: int | None = None,
     num_labels: int | None = None,
+    vocab: int | None = None,
     only: Iterable[int] | None = None,
 ) -> Encoded:
     """The rows as token ids and labels.
@@ -74,11 +75,12 @@ def encode(
         max_length: tokens per row at most; the default is 128 for classification and 512 for token losses. Never more
             than ``context``.
         num_labels: classes that the model has, where that is known already.
+        vocab: tokens that the model has, where that is known.
         only: numbers of the rows that are wanted, such as one owner's; all, if none are named.
 
     Raises:
-        UsageError: the objective needs labels and the rows have none, a label is beyond ``num_labels``, a length is
-            below 2, or a row's text cannot be tokenised.
+        UsageError: the objective needs labels and the rows have none, a label is beyond ``num_labels``, a token beyond
+            ``vocab``, a length is below 2, or a row's text cannot be tokenised.
     """
     length = min(context, max_length or (_LONGEST_TEXT if objective.token_loss else _LONGEST_SAMPLE))
     if length < 2 or (max_length is not None and max_length < 2):
@@ -101,6 +103,13 @@ def encode(
                 where=f"{rows.source}, row {row}",
                 expected=error.expected,
             ) from error
+        if vocab is not None and (highest := max(example.ids, default=0)) >= vocab:
+            raise UsageError(
+                f"the tokenizer gives token id {highest}, and the model has {vocab} tokens",
+                where=f"{rows.source}, row {row}",
+                expected=f"token ids from 0 to {vocab - 1}",
+                remedy="Use the tokenizer that the model was made with",
+            )
         if example.weight:
             found.append((row, example))
     if len(found) < len(wanted):

@@ -17,7 +17,7 @@ from splitlm.finetune.data import Rows, distribute, encode, load_rows, microbatc
 from splitlm.finetune.objective import Objective, Objectives, objective_for
 from splitlm.finetune.party import Party
 from splitlm.model.compute.paced_part import PacedPart
-from splitlm.model.lora import Lora
+from splitlm.model.lora import Lora, check_targets
 from splitlm.model.seeding import Seeding
 from splitlm.model.stepping import Stepping
 from splitlm.model.text import TextCodec
@@ -125,7 +125,8 @@ def open_recipe(
         dtype: of weights and arithmetic.
 
     Raises:
-        CutError: the cut does not fit the model. Otherwise as ``TunableFiles``.
+        CutError: the cut does not fit the model.
+        UsageError: the model has not the modules that LoRA adapts. Otherwise as ``TunableFiles``.
     """
     files = TunableFiles(
         folder,
@@ -137,7 +138,10 @@ def open_recipe(
     )
     shape = config.shape
     segments = cut_for(shape, files.blocks, config.server.cut_layers, config.server.tail_blocks)
-    return Recipe(config, files, shape, segments, objective_for(files.family.name, objectives))
+    recipe = Recipe(config, files, shape, segments, objective_for(files.family.name, objectives))
+    if recipe.lora is not None:
+        check_targets(recipe.lora, files)
+    return recipe
 
 
 class OwnerData:
@@ -199,7 +203,8 @@ def encoded(recipe: Recipe, codec: TextCodec, rows: Rows, share: Sequence[int]) 
     """
     files, goal = recipe.files, recipe.goal
     classes = None if goal.token_loss else int(files.config.num_labels)
-    return encode(rows, codec, goal, context=files.context, num_labels=classes, only=share).of(list(share))
+    vocab = int(files.config.vocab_size)
+    return encode(rows, codec, goal, context=files.context, num_labels=classes, vocab=vocab, only=share).of(list(share))
 
 
 def read_rows(config: RunConfig, split: str, own: Path | None = None) -> Rows:
