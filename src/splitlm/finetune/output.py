@@ -36,7 +36,7 @@ def write_outputs(folder: Path, recipe: Recipe, trained: Mapping[str, torch.Tens
             {PEFT_PREFIX + name: tensor for name, tensor in trained.items()},
             r=lora.r,
             alpha=int(lora.alpha) if float(lora.alpha).is_integer() else lora.alpha,  # type: ignore[arg-type]
-            targets=targets_for(lora, str(files.config.model_type)),
+            targets=targets_for(lora, str(files.config.model_type), files.family),
             task=files.family.task,
             base_name=str(files.folder),
             modules_to_save=stored,

@@ -27,6 +27,7 @@ class Family:
         norm: attribute of the base with what follows the last block: the final norm, or a pooler.
         head: attribute of the whole model with the output head.
         task: what the head is for. A ``causal`` model generates; a ``classify`` model is only trained here.
+        lora: modules that take LoRA adapters where peft names none for the model's type.
         block: name of the block's class where the model does not say it plainly.
         positions: attribute of the base with learned positions, added on the first stage only.
         per_block: config lists with one entry per block.
@@ -47,6 +48,7 @@ class Family:
     scale: str | None = None
     refused: tuple[str, ...] = ()
     task: Literal["causal", "classify"] = "causal"
+    lora: tuple[str, ...] = ("q_proj", "v_proj")
     block: str = ""
 
     def blocks_of(self, base: Any) -> Any:
@@ -93,10 +95,11 @@ FAMILIES: tuple[Family, ...] = (
         norm="ln_f",
         positions="wpe",
         refused=("add_cross_attention",),
+        lora=("c_attn",),
     ),
     Family("granite", frozenset({"granite"}), scale="embedding_multiplier"),
     Family("olmo", frozenset({"olmo2", "olmo3"})),
-    Family("phi3", frozenset({"phi3"})),
+    Family("phi3", frozenset({"phi3"}), lora=("qkv_proj",)),
     Family("smollm3", frozenset({"smollm3"}), per_block=("layer_types", "no_rope_layers")),
     Family("stablelm", frozenset({"stablelm"})),
     Family("starcoder2", frozenset({"starcoder2"})),
@@ -116,6 +119,7 @@ FAMILIES: tuple[Family, ...] = (
         norm="pooler",
         head="classifier",
         task="classify",
+        lora=("query", "value"),
         block="BertLayer",
         refused=("is_decoder", "add_cross_attention"),
     ),

@@ -15,7 +15,8 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from splitlm.core.errors import UsageError
-from splitlm.model.tunable import seed_of
+from splitlm.model.family import Family
+from splitlm.model.tunable import TunableFiles, seed_of
 
 ADAPTER = "default"
 
@@ -26,7 +27,7 @@ class Lora(msgspec.Struct, frozen=True):
     Attributes:
         r: rank.
         alpha: scale of the product, divided by ``r``.
-        targets: names of the modules; empty for those that peft chooses for the model's type.
+        targets: names of the modules; empty for the usual ones of the model's type.
     """
 
     r: int = 8
@@ -34,22 +35,29 @@ class Lora(msgspec.Struct, frozen=True):
     targets: tuple[str, ...] = ()
 
 
-def targets_for(lora: Lora, model_type: str) -> tuple[str, ...]:
-    """The modules that are adapted, sorted.
-
-    Raises:
-        UsageError: none were named, and peft names none for this type of model.
-    """
+def targets_for(lora: Lora, model_type: str, family: Family) -> tuple[str, ...]:
+    """The modules that are adapted, sorted: those that were named, or those of peft, or those of the family's row."""
     from peft.utils import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING as KNOWN
 
-    found = lora.targets or tuple(KNOWN.get(model_type, ()))
-    if not found:
+    return tuple(sorted(lora.targets or KNOWN.get(model_type) or family.lora))
+
+
+def check_targets(lora: Lora, files: TunableFiles) -> None:
+    """Make sure that a model's blocks have the modules that are adapted; no weights are read.
+
+    Raises:
+        UsageError: they lack one.
+    """
+    model_type = str(files.config.model_type)
+    there = {name.rpartition(".")[2] for name, _ in files.block().named_modules()} - {""}
+    lost = [name for name in targets_for(lora, model_type, files.family) if name not in there]
+    if lost:
         raise UsageError(
-            f"It is not known which modules of a {model_type} model take LoRA adapters",
+            f"The blocks of the {model_type} model have no module {lost[0]!r} to adapt",
             where="fine-tune.LoRA",
-            expected=f"targets, or one of {', '.join(sorted(KNOWN))}",
+            expected=f"some of {', '.join(sorted(there))}",
+            remedy="Train all weights with fine-tune.name: full",
         )
-    return tuple(sorted(found))
 
 
 def adapt(module: nn.Module, lora: Lora, targets: tuple[str, ...]) -> list[nn.Module]:

@@ -19,7 +19,7 @@ from splitlm.core.errors import CheckpointError, UsageError
 from splitlm.model.config import read_config
 from splitlm.model.index import CheckpointIndex
 from splitlm.model.load import ModelFiles
-from splitlm.model.skeleton import build_skeleton
+from splitlm.model.skeleton import block_factory, build_skeleton
 
 OLD_NAMES = {"LayerNorm.weight": "LayerNorm.gamma", "LayerNorm.bias": "LayerNorm.beta"}
 """How the first published checkpoints called them."""
@@ -95,6 +95,10 @@ class TunableFiles(ModelFiles):
                 if found.endswith(new) and (older := found.removesuffix(new) + old) in self.index:
                     return older
         return found
+
+    def block(self) -> nn.Module:
+        """The first block without weights, to see what modules the model's blocks have."""
+        return block_factory(self._model, self.config, self.family, self.dtype, str(self.folder))(0)
 
     def is_fresh(self, _key: str) -> bool:
         """Whether a tensor is made here: all of them from scratch, or a classifier's head that was never stored.

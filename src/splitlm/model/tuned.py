@@ -252,7 +252,8 @@ class TunedPart:
         return local.replace(".base_layer.", ".").replace(f".{ADAPTER}.", ".")
 
     def _adapt(self, lora: Lora) -> None:
-        layers = adapt(self._module, lora, targets_for(lora, str(self._files.config.model_type)))
+        targets = targets_for(lora, str(self._files.config.model_type), self._files.family)
+        layers = adapt(self._module, lora, targets)
         names = {id(module): self._whole(name) for name, module in self._module.named_modules()}
         for layer in layers:
             begin(layer, names[id(layer)], self._files.seed, self._files.dtype)
