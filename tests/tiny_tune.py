@@ -26,6 +26,7 @@ FAMILIES: Mapping[str, tuple[str, Mapping[str, object]]] = {
     "llama": ("llama", {"tie_word_embeddings": True}),
     "llama-untied": ("llama", {"tie_word_embeddings": False}),
     "qwen3": ("qwen3", {"tie_word_embeddings": True, "head_dim": 8}),
+    "starcoder2": ("starcoder2", {"tie_word_embeddings": True}),
     "gemma3": (
         "gemma3_text",
         {
@@ -47,6 +48,7 @@ DECODER: Mapping[str, object] = {
 DROPOUTS = {
     "bert": ("hidden_dropout_prob", "attention_probs_dropout_prob"),
     "gpt2": ("resid_pdrop", "embd_pdrop", "attn_pdrop"),
+    "starcoder2": ("residual_dropout", "embedding_dropout", "attention_dropout"),
 }
 
 

@@ -132,6 +132,8 @@ def leave_out(model: Any, family: Family, segment: Segment, dtype: torch.dtype) 
             setattr(base, family.positions, NoPositions(dtype))
         if family.scale:
             setattr(base, family.scale, 1.0)
+        if hasattr(base, "embedding_dropout"):  # a rate that its forward applies to whatever enters it
+            base.embedding_dropout = 0.0
     if not segment.head:
         setattr(base, family.norm, None if family.task == "classify" else nn.Identity())
         setattr(model, family.head, nn.Identity())
