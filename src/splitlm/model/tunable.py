@@ -118,28 +118,44 @@ class TunableFiles(ModelFiles):
     @cached_property
     def _model(self) -> Any:
         """Knows how modules are initialised; has no block, and no weights."""
-        return build_skeleton(self.config, self.family, self.dtype, str(self.folder))
+        model = build_skeleton(self.config, self.family, self.dtype, str(self.folder))
+        config = copy.deepcopy(self.config)  # of as many blocks as the whole has: some begin smaller the more there are
+        config._attn_implementation = model.config._attn_implementation
+        model.config = config
+        return model
 
     @property
     def _pooler(self) -> str:
         return super().key(f"{self.family.base}.{self.family.norm}.")
 
     def _made(self, module: nn.Module, prefix: str, local: str) -> torch.Tensor:
-        """One parameter as transformers initialises the module that owns it."""
+        """One parameter as transformers initialises the module that owns it, and then the one around that.
+
+        GPT-2 makes its projections back into the stream smaller in the second step. A tied head is made as the
+        embedding is, so that both are the same where they are on two machines.
+        """
+        if self.tied and prefix + local == self.family.head_key:
+            module, local = self._model, self.family.embed_key
         path, _, name = local.rpartition(".")
         owner = module.get_submodule(path) if path else module
         # Every parameter of the owner is made in one go, on a copy, so that each is what it is whoever asks first.
         trial = copy.copy(owner)
         trial._parameters = {
-            n: nn.Parameter(torch.full(p.shape, torch.nan, dtype=torch.float32), requires_grad=False)
-            for n, p in owner._parameters.items()
-            if p is not None
+            n: nn.Parameter(torch.full(p.shape, torch.nan, dtype=torch.float32), False) if p is not None else None
+            for n, p in owner._parameters.items()  # transformers looks whether there is a bias
         }
         trial._buffers = dict(owner._buffers)
+        around, _, place = path.rpartition(".")
+        holder = copy.copy(module.get_submodule(around)) if around else None
+        if holder is not None:
+            holder._modules = {**holder._modules, place: trial}
+            holder._buffers = {n: b if b is None else b.clone() for n, b in holder._buffers.items()}
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed_of(self.seed, prefix + path))
             with torch.no_grad():
                 self._model._init_weights(trial)
+                if holder is not None:
+                    self._model._init_weights(holder)
         made = trial._parameters[name]
         if made is None or bool(made.isnan().any()):
             raise CheckpointError(
