@@ -13,8 +13,8 @@ import yaml
 from splitlm.core.config import read, resolved
 from splitlm.core.errors import UsageError
 from splitlm.finetune.evaluate import join
-from splitlm.finetune.export import BASE, export
-from splitlm.finetune.output import write_outputs
+from splitlm.finetune.export import export
+from splitlm.finetune.output import BASE, write_outputs
 from splitlm.finetune.recipe import Recipe, open_recipe
 from splitlm.model.source import resolve
 from tests.tiny_tune import BLOCKS, CLASSES, VOCAB, build
@@ -22,27 +22,31 @@ from tests.tiny_tune import BLOCKS, CLASSES, VOCAB, build
 IDS = torch.tensor([[5, 6, 7, 8, 9], [11, 12, 13, 14, 15]])
 
 
-def made_run(folder: Path, family: str, server: dict[str, Any] | None = None, *, lora: bool) -> tuple[Path, Recipe]:
+def made_run(
+    folder: Path, family: str, server: dict[str, Any] | None = None, *, lora: bool, fresh: bool = True
+) -> tuple[Path, Recipe]:
     """A run's folder as a complete round leaves it, with weights that no initialisation gives."""
-    model = build(family, folder / "base")
+    model = build(family, folder / "base") if fresh else folder / "base"
     settings: dict[str, Any] = {
         "server": {"model-name": str(model), "model-path": str(model), "tail-blocks": 1, **(server or {})},
         "fine-tune": {"name": "LoRA" if lora else "full", "LoRA": {"r": 4, "alpha": 8}},
     }
     config = read(settings)
     recipe = open_recipe(config, model, CLASSES)
-    parts = [recipe.party(role, 0) for role in ("owner", "worker")]
-    draw = torch.Generator().manual_seed(1)
-    trained = {
-        name: p.detach() + 0.05 * torch.randn(p.shape, generator=draw)
-        for part in parts
-        for name, p in part.parameters.items()
-    }
     run = folder / "run"
     run.mkdir()
     (run / "config.yaml").write_text(yaml.safe_dump(json.loads(json.dumps(resolved(config)))))
-    write_outputs(run, recipe, trained)
+    write_outputs(run, recipe, _trained(recipe))
     return run, recipe
+
+
+def _trained(recipe: Recipe) -> dict[str, torch.Tensor]:
+    draw = torch.Generator().manual_seed(1)
+    return {
+        name: p.detach() + 0.05 * torch.randn(p.shape, generator=draw)
+        for role in ("owner", "worker")
+        for name, p in recipe.party(role, 0).parameters.items()
+    }
 
 
 def find(name: str, weights: bool) -> Path:
@@ -84,7 +88,7 @@ def test_a_whole_model_is_exported_as_it_is(family: str, tmp_path: Path) -> None
     torch.testing.assert_close(logits(auto(recipe).from_pretrained(tmp_path / "out")), ours, rtol=0, atol=1e-5)
     for kind in ("merged", "adapter"):
         with pytest.raises(UsageError, match="no adapter"):
-            export(run, tmp_path / "other", kind, find)  # type: ignore[arg-type]
+            export(run, tmp_path / "other", kind, find)
 
 
 @pytest.mark.parametrize(
@@ -112,6 +116,27 @@ def test_an_adapter_is_exported_alone_and_merged(
     base = auto(recipe).from_pretrained(said["base_model_name_or_path"], **options)
     loaded = PeftModel.from_pretrained(base, str(tmp_path / "alone"))
     torch.testing.assert_close(logits(loaded), ours, rtol=0, atol=1e-5)
+
+
+def test_a_runs_own_adapter_names_the_model_that_was_trained(tmp_path: Path) -> None:
+    """Some blocks of a language model without a classifier: pooler and head were made here."""
+    from peft import PeftModel
+    from safetensors.torch import load_file, save_file
+
+    model = build("bert", tmp_path / "base")
+    kept = {k: t for k, t in load_file(model / "model.safetensors").items() if not k.startswith("classifier")}
+    kept = {k: t for k, t in kept.items() if "pooler" not in k}
+    save_file(kept, model / "model.safetensors", {"format": "pt"})
+    run, recipe = made_run(tmp_path, "bert", {"model": {str(model): {"n_block": BLOCKS - 1}}}, lora=True, fresh=False)
+    said = json.loads((run / "adapter" / "adapter_config.json").read_text())
+    base = auto(recipe).from_pretrained(said["base_model_name_or_path"])
+    assert base.config.num_hidden_layers == BLOCKS - 1
+    found = logits(PeftModel.from_pretrained(base, str(run / "adapter")))
+    torch.testing.assert_close(found, wanted(run, recipe), rtol=0, atol=1e-5)
+    before = (run / BASE / "model.safetensors").stat()
+    write_outputs(run, recipe, _trained(recipe))
+    after = (run / BASE / "model.safetensors").stat()
+    assert (before.st_ino, before.st_mtime_ns) == (after.st_ino, after.st_mtime_ns), "it is written once"
 
 
 def test_what_is_no_run_or_made_nothing_is_said(tmp_path: Path) -> None:

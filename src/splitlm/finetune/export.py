@@ -9,21 +9,17 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
-from splitlm.core.cut import Segment
 from splitlm.core.errors import UsageError
-from splitlm.finetune.output import ADAPTER, MODEL
+from splitlm.finetune.output import ADAPTER, BASE, MODEL, is_plain, write_base
 from splitlm.finetune.recipe import Recipe, Resolve, model_folder, open_recipe
 from splitlm.finetune.runfile import read_run
-from splitlm.model.checkpoint import merge, new_folder, save_full
+from splitlm.model.checkpoint import merge, new_folder
 from splitlm.model.header import read_header
 from splitlm.model.index import read_json
-from splitlm.model.tuned import TunedPart
 
 Kind = Literal["as it is", "adapter", "merged"]
-BASE = "base"
-"""Folder beside an adapter with the model that it changes, where no directory elsewhere holds just that model."""
 
 
 def export(run: Path, to: Path, kind: Kind, resolve: Resolve) -> str:
@@ -70,14 +66,14 @@ def _export_adapter(run: Path, adapter: Path, to: Path, kind: Kind, resolve: Res
         with _base(recipe) as base:
             merge(base, adapter, to)
         return "a model with the adapter merged into it, which from_pretrained loads"
-    if _is_plain(recipe):
+    if is_plain(recipe):
         _copy(adapter, to)
         return f"an adapter of {recipe.files.folder}, which PeftModel.from_pretrained loads"
     with new_folder(to) as temporary:
         shutil.copytree(adapter, temporary, dirs_exist_ok=True)
         said = read_json(adapter / "adapter_config.json") | {"base_model_name_or_path": str(to.absolute() / BASE)}
         (temporary / "adapter_config.json").write_text(json.dumps(said, indent=2) + "\n", encoding="utf-8")
-    _write_base(recipe, to / BASE)
+    write_base(recipe, to / BASE)
     return f"an adapter of the model in {to / BASE}, which PeftModel.from_pretrained loads"
 
 
@@ -92,30 +88,15 @@ def _recipe(run: Path, adapter: Path, resolve: Resolve) -> Recipe:
     return open_recipe(config, model_folder(config, resolve), heads[0] if heads else 0)
 
 
-def _is_plain(recipe: Recipe) -> bool:
-    """Whether the run began with what lies in its model's directory: all blocks of it, and nothing that was made."""
-    config = recipe.config
-    return config.n_block is None and config.server.parameters.load and recipe.files.family.task == "causal"
-
-
 @contextmanager
 def _base(recipe: Recipe) -> Iterator[Path]:
     """A directory with the model that the run began with."""
-    if _is_plain(recipe):
+    if is_plain(recipe):
         yield recipe.files.folder
         return
     with tempfile.TemporaryDirectory(prefix="splitlm-base-") as folder:
-        _write_base(recipe, Path(folder) / BASE)
+        write_base(recipe, Path(folder) / BASE)
         yield Path(folder) / BASE
-
-
-def _write_base(recipe: Recipe, folder: Path) -> None:
-    files = recipe.files
-    whole = TunedPart(files.load([Segment(0, files.blocks, embed=True, head=True)])[0], files)
-    tensors: dict[str, Any] = whole.weights()
-    if files.tied:
-        tensors.pop(files.family.head_key, None)
-    save_full(folder, tensors, files.config, files.folder)
 
 
 def _copy(source: Path, to: Path) -> None:
