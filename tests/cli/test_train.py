@@ -152,6 +152,28 @@ def test_the_closing_summary_in_words(tmp_path: Path) -> None:
     assert "learning.control-count" not in done.err
 
 
+def test_a_run_is_gone_on_with_by_its_folder_alone(tmp_path: Path) -> None:
+    """No CONFIG, no --local: the run's own settings hold, and what it does not store is asked for."""
+    changes = ["server.clients=[1,1]", "server.data-distribution.num-sample=32", "server.global-round=1"]
+    options = [word for change in changes for word in ("--set", change)]
+    folder = tmp_path / "run"
+    assert run("train", CONFIGS / "demo-ushape.yaml", "--local", "--folder", folder, *options).code == 0
+    done = run("train", "--resume", folder, "--set", "server.global-round=2", "--json")
+    assert done.code == 0, done.err
+    assert "round 2 of 2: " in done.err and "round 1 of 2: " not in done.err and "password" not in done.err
+    assert json.loads(done.out)["samples"] == 32
+    done = run("coordinator", "--resume", folder, "--deadline", "0.3")
+    assert done.code == 3 and f"splitlm client {folder / 'config.yaml'} --join" in done.err, done.err
+    broker = ["--set", "server.bus=rabbitmq", "--set", "rabbit.port=1", "--deadline", "0.3"]
+    for verb in ("train", "coordinator"):
+        done = run(verb, "--resume", folder, *broker)
+        assert done.code == 3 and "warning: a run's folder does not store the broker's password" in done.err, done.err
+    done = run("coordinator", "--resume", folder, *broker, "--set", "rabbit.password=secret")
+    assert done.code == 3 and "password" not in done.err, done.err
+    for verb in ("train", "coordinator"):
+        refused(run(verb, "--resume", tmp_path / "none"), 2, "no run here", "--resume", "none")
+
+
 @pytest.mark.parametrize(
     ("changes", "says"),
     [

@@ -22,6 +22,14 @@ from splitlm.core.errors import UsageError
 if TYPE_CHECKING:
     from splitlm.core.config import RunConfig
 
+RunConfigFile = Annotated[
+    Path | None,
+    typer.Argument(
+        metavar="CONFIG",
+        help="The file of settings (YAML); with --resume, the run's.",
+        show_default="config.yaml",
+    ),
+]
 ConfigFile = Annotated[Path, typer.Argument(metavar="CONFIG", help="The file of settings (YAML).")]
 Changes = Annotated[list[str], typer.Option("--set", metavar="KEY=VALUE", help="Override a setting: a.b=c.")]
 Resume = Annotated[
@@ -48,6 +56,28 @@ def read_config(voice: Console, path: Path, changes: list[str]) -> RunConfig:
     return config
 
 
+def config_of(config: Path | None, resume: Path | None) -> Path:
+    """The file of settings: the one that is named, or else that of the run which is gone on with.
+
+    Raises:
+        UsageError: there is no run to go on with.
+    """
+    stored = resume / "config.yaml" if resume is not None else None
+    if stored is not None and not stored.is_file():
+        raise UsageError("There is no run here", where=f"--resume {resume}", expected="the folder of an earlier run")
+    return config or stored or Path("config.yaml")
+
+
+def warn_of_password(voice: Console, settings: RunConfig, config: Path | None, *, local: bool) -> None:
+    """Say that a run's own file of settings, where no other is named, does not know the broker's password."""
+    broker = settings.bus(local) == "rabbitmq" or settings.learning.u_shape.transport == "rabbitmq"
+    if config is None and broker and "rabbit.password" not in settings.given:
+        voice.warn(
+            "a run's folder does not store the broker's password, so the default one is tried: name the CONFIG that "
+            "has it, or add --set rabbit.password=PASSWORD"
+        )
+
+
 def list_unused(config: RunConfig, *, local: bool) -> None:
     """Write to the log, once, which settings this run does not read."""
     if unused := config.unused_here(local):
@@ -56,8 +86,8 @@ def list_unused(config: RunConfig, *, local: bool) -> None:
 
 def train(
     context: typer.Context,
-    config: ConfigFile = Path("config.yaml"),
-    local: Annotated[bool, typer.Option("--local", help="Run all roles on this machine.")] = False,
+    config: RunConfigFile = None,
+    local: Annotated[bool, typer.Option("--local", help="Run all roles here; --resume implies it.")] = False,
     changes: Changes = [],  # noqa: B006 - typer reads it
     folder: Annotated[Path | None, typer.Option(help="Folder of the run (default: log_path/NAME-TIME).")] = None,
     resume: Resume = None,
@@ -66,23 +96,26 @@ def train(
     as_json: AsJson = False,
 ) -> None:
     """Fine-tune a model that is cut between owners of data and workers."""
-    if not local:
+    if not local and resume is None:
         raise UsageError(
             "Only --local runs all roles",
             where="splitlm train",
-            expected="--local",
+            expected="--local, or --resume RUN",
             remedy="Elsewhere: splitlm coordinator on one machine, and splitlm client on each of the others",
         )
     voice = console(context)
-    settings = read_config(voice, config, changes)
+    file = config_of(config, resume)
+    settings = read_config(voice, file, changes)
     threads = o.at_least(1, threads, "--threads")
     wait = o.seconds(deadline, "--deadline")
-    lead_run(voice, settings, config, as_json, folder, resume=resume, changes=changes, threads=threads, deadline_s=wait)
+    if resume is not None:
+        warn_of_password(voice, settings, config, local=True)
+    lead_run(voice, settings, file, as_json, folder, resume=resume, changes=changes, threads=threads, deadline_s=wait)
 
 
 def coordinator(
     context: typer.Context,
-    config: ConfigFile = Path("config.yaml"),
+    config: RunConfigFile = None,
     listen: Annotated[
         str, typer.Option(metavar="HOST:PORT", help="Control port of the parties; with a broker, the aggregator's.")
     ] = "127.0.0.1:0",
@@ -96,17 +129,20 @@ def coordinator(
 ) -> None:
     """Coordinate a training run: owners and workers come with splitlm client."""
     voice = console(context)
-    settings = read_config(voice, config, changes)
+    file = config_of(config, resume)
+    settings = read_config(voice, file, changes)
     address = o.address(listen, "--listen")
+    if resume is not None:
+        warn_of_password(voice, settings, config, local=False)
 
     def opened(port: int) -> None:
         how = f" --join {advertise or address[0]}:{port}" if port else ", at the broker"
-        voice.note(f"parties join with: splitlm client {config}{how}")
+        voice.note(f"parties join with: splitlm client {file}{how}")
 
     lead_run(
         voice,
         settings,
-        config,
+        file,
         as_json,
         folder,
         local=False,
@@ -214,8 +250,7 @@ def lead_run(voice: Console, settings: RunConfig, file: Path, as_json: bool, fol
         from splitlm.training import train as run_it
 
     signal.signal(signal.SIGINT, signal.default_int_handler)  # for which asyncio puts a gentler one
-    if (earlier := how.get("resume")) is not None and not (earlier / "config.yaml").is_file():
-        raise UsageError("There is no run here", where=f"--resume {earlier}", expected="the folder of an earlier run")
+    earlier = how.get("resume")
     place = earlier or run_folder(settings, folder)
     view = TrainView(voice, settings)
     try:
