@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 from splitlm.core import training
-from splitlm.core.config import RunConfig, read, resolved
+from splitlm.core.config import RunConfig, here, read, resolved
 from splitlm.finetune.recipe import read_rows
 from splitlm.model.runner import Runner
-from splitlm.node.party import PartySettings, _Party, here
+from splitlm.node.party import PartySettings, _Party
 from tests.node.test_tuning import config, model_folder, rows_file
 from tests.tiny_tune import CLASSES
 

@@ -42,6 +42,7 @@ __all__ = [
     "Security",
     "Server",
     "UShape",
+    "here",
     "override",
     "read",
     "resolved",
@@ -196,6 +197,31 @@ def read(mapping: Mapping[str, object] | None, where: str = "config") -> RunConf
     reading = Reading(where)
     found = reading.section(mapping, Settings, "")
     return RunConfig(**cast(Any, found), given=tuple(reading.given), where=where)
+
+
+def here(config: RunConfig, mine: RunConfig) -> RunConfig:
+    """The run's settings with this machine's places: of model and data, of the broker, of its certificates.
+
+    A name that is a path is a place too, whichever of the two has it; the run's ``n_block`` goes with the model.
+
+    Args:
+        config: what the coordinator says.
+        mine: what this machine's own file says.
+    """
+    run, own = config.server, mine.server
+    placed = any(map(names_model_path, (run.model_name, own.model_name)))
+    model_name = own.model_name if placed else run.model_name
+    placed = any(map(names_data_path, (run.data_name, own.data_name)))
+    server = msgspec.structs.replace(
+        run,
+        model_name=model_name,
+        model_path=own.model_path,
+        model={model_name: ModelLimit(config.n_block)},
+        data_name=own.data_name if placed else run.data_name,
+        data_path=own.data_path,
+    )
+    security = msgspec.structs.replace(config.security, certs=mine.security.certs)
+    return msgspec.structs.replace(config, server=server, rabbit=mine.rabbit, security=security)
 
 
 def resolved(config: RunConfig) -> dict[str, object]:

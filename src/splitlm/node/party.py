@@ -10,11 +10,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-import msgspec
-
 from splitlm.bus.base import Spoke
 from splitlm.core import messages, training
-from splitlm.core.config import ModelLimit, RunConfig, names_data_path, names_model_path, read
+from splitlm.core.config import RunConfig, here, read
 from splitlm.core.errors import DataMissingError, NetworkError, PeerLostError, ProtocolError, SplitlmError
 from splitlm.core.errors import from_exit_code as reported
 from splitlm.core.groups import first_error
@@ -309,24 +307,3 @@ class _Party:
             except DataMissingError as error:
                 _log.warning("Nothing is validated here, for want of rows: %s", error)
         return recipe, OwnerData(recipe, start.party, rows, valid, own=own is not None)
-
-
-def here(config: RunConfig, mine: RunConfig) -> RunConfig:
-    """The run's settings with this machine's places: of model and data, of the broker, of its certificates.
-
-    A name that is a path is a place too, whichever of the two has it; the run's ``n_block`` goes with the model.
-    """
-    run, own = config.server, mine.server
-    placed = any(map(names_model_path, (run.model_name, own.model_name)))
-    model_name = own.model_name if placed else run.model_name
-    placed = any(map(names_data_path, (run.data_name, own.data_name)))
-    server = msgspec.structs.replace(
-        run,
-        model_name=model_name,
-        model_path=own.model_path,
-        model={model_name: ModelLimit(config.n_block)},
-        data_name=own.data_name if placed else run.data_name,
-        data_path=own.data_path,
-    )
-    security = msgspec.structs.replace(config.security, certs=mine.security.certs)
-    return msgspec.structs.replace(config, server=server, rabbit=mine.rabbit, security=security)
