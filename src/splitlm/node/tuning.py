@@ -141,7 +141,7 @@ class Tuning:
             case training.Over():
                 await self._finish()
             case training.Window() as word:
-                self._measured(word.speeds)
+                self._measured(word)
                 await self._on(Event("PREPARE", word.seq, 0), word)
             case training.Opened() as opened:
                 if self._open is not None and opened.seq == self._open.word.seq:
@@ -294,13 +294,21 @@ class Tuning:
             told = self._validation.told()
             await self._tell(training.Notify(self._round, self._samples, report.loss, report.items, *told))
 
-    def _measured(self, speeds: dict[int, float]) -> None:
-        """Workers said how fast they were: an owner's turns follow, if they are to."""
-        if not self._recipe.config.learning.u_shape.adaptive_weights or self._speeds is None or self._turns is None:
+    def _measured(self, word: training.Window) -> None:
+        """Workers that are gone are forgotten; the others said how fast they were: an owner's turns follow, if set."""
+        if self._speeds is None or self._turns is None:
             return
-        for worker, speed in sorted(speeds.items()):
+        if gone := self._weights.keys() - set(word.workers):
+            for worker in sorted(gone):
+                self._speeds.drop(worker)
+                del self._weights[worker]
+            self._turns.reweigh({w: weight for w, weight in self._turns.weights.items() if w not in gone})
+        if not self._recipe.config.learning.u_shape.adaptive_weights:
+            return
+        told = {worker: speed for worker, speed in sorted(word.speeds.items()) if worker in self._weights}
+        for worker, speed in told.items():
             self._speeds.report(worker, speed)
-        if speeds:
+        if told:
             self._turns.reweigh(self._speeds.weights())
 
     async def _discard(self) -> None:
