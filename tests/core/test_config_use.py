@@ -172,7 +172,7 @@ def test_the_shipped_files_are_right(name: str) -> None:
     config.check()
     assert config.unused == ()
     assert config.shape.name == ("u-shape" if "ushape" in name else "two-stage")
-    assert config.server.data_path is not None and Path(config.server.data_path).is_file()
+    assert config.server.data_path is not None and Path(config.server.data_path).is_dir()
     uncommented = [line for line in file.read_text(encoding="utf-8").splitlines() if line.strip() and "#" not in line]
     assert uncommented == []
     rows = [json.loads(line) for line in Path(config.server.data_path).read_text(encoding="utf-8").splitlines()]
