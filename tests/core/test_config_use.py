@@ -172,10 +172,11 @@ def test_the_shipped_files_are_right(name: str) -> None:
     config.check()
     assert config.unused == ()
     assert config.shape.name == ("u-shape" if "ushape" in name else "two-stage")
-    assert config.server.data_path is not None and Path(config.server.data_path).is_dir()
+    assert config.server.data_path is not None
+    train = Path(config.server.data_path) / "train.jsonl"
     uncommented = [line for line in file.read_text(encoding="utf-8").splitlines() if line.strip() and "#" not in line]
     assert uncommented == []
-    rows = [json.loads(line) for line in Path(config.server.data_path).read_text(encoding="utf-8").splitlines()]
+    rows = [json.loads(line) for line in train.read_text(encoding="utf-8").splitlines()]
     assert len({row["text"] for row in rows}) == len(rows) >= config.server.owners * 96
     counts = [sum(row["label"] == label for row in rows) for label in range(6)]
     assert counts == [len(rows) // 6] * 6 and all(set(row) == {"text", "label"} for row in rows)
