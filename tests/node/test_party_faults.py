@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from splitlm.core import training
 from splitlm.core.config import RunConfig
+from splitlm.core.errors import ModelError
+from splitlm.finetune.party import Party
+from splitlm.finetune.plane import Neighbour, Plane
+from splitlm.finetune.recipe import Recipe
+from splitlm.finetune.window import Out
+from splitlm.node import tuning
+from splitlm.node.shelf import Shelf
 from splitlm.planner.routing import SmoothWRR
 from tests.node.test_training_faults import WORKER, is_
-from tests.node.test_tuning import config, model_folder, rows_file
+from tests.node.test_tuning import ROWS, config, model_folder, rows_file
 from tests.node.training_scene import once, play
 
 
@@ -49,3 +58,88 @@ def test_weights_follow_speeds_again_once_a_worker_is_lost(
     assert taken[0] == {0: 1.0, 2: 1.0}, "it is forgotten at once"
     assert all(weights.keys() == {0, 2} for weights in taken)
     assert taken[-1][0] != 1.0 != taken[-1][2], "measured speeds count"
+
+
+ONE = {"timeout-seconds": 1}
+
+
+def test_a_long_microbatch_is_not_taken_for_a_dead_worker(
+    make: Callable[..., RunConfig], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A forward and a backward of a worker take twice what a silent party is waited for."""
+    made = make(1, batch=ROWS, **ONE)
+    scene = play(made, tmp_path / "run", monkeypatch, pace_ms=2000.0)
+    assert scene.error is None and scene.repeated() == 0
+    assert [row["windows"] for kind, row in scene.rows if kind == "round"] == [1]
+
+
+def test_a_worker_that_waits_is_not_at_work(
+    make: Callable[..., RunConfig], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its link stands still and its control line lives: the window ends, and the run goes on without it."""
+    send = Plane.send
+
+    async def stalled(self: Plane, who: Neighbour, out: Out) -> None:
+        if who != WORKER:
+            await send(self, who, out)
+
+    monkeypatch.setattr(Plane, "send", stalled)
+    scene = play(make(2, **ONE), tmp_path / "run", monkeypatch)
+    assert scene.error is None and scene.repeated() == 1
+    assert [row["party"] for kind, row in scene.rows if kind == "lost"] == ["worker 1"]
+
+
+@pytest.mark.parametrize("stage", ["build", "save", "average"])
+def test_a_long_load_save_or_average_is_not_taken_for_a_dead_party(
+    stage: str, make: Callable[..., RunConfig], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    of: dict[str, tuple[Any, str]] = {
+        "build": (Recipe, "party"),
+        "save": (Shelf, "save"),
+        "average": (tuning, "load_into"),
+    }
+    inner = getattr(*of[stage])
+
+    def slow(*args: Any) -> Any:
+        time.sleep(2.0)  # on the compute thread
+        return inner(*args)
+
+    monkeypatch.setattr(*of[stage], slow)
+    scene = play(make(1, **ONE), tmp_path / "run", monkeypatch)
+    assert scene.error is None and scene.repeated() == 0
+
+
+@pytest.mark.parametrize("role", ["owner", "worker"])
+@pytest.mark.parametrize("error", [IndexError("label 4711"), RuntimeError("out of memory, label 4711")], ids=str)
+def test_an_error_of_torch_is_told_with_its_place_and_quotes_nothing(
+    error: Exception, role: str, make: Callable[..., RunConfig], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    forward, calls = Party.take_forward, []
+
+    def bad(self: Party, header: Any, tensors: Any) -> Any:
+        if self.role == role and header.index == 1:
+            calls.append(1)
+            raise error
+        return forward(self, header, tensors)
+
+    monkeypatch.setattr(Party, "take_forward", bad)
+    scene = play(make(1), tmp_path / "run", monkeypatch)
+    text = str(scene.error)
+    assert isinstance(scene.error, ModelError) == isinstance(error, IndexError) and calls == [1]
+    assert f"{role} 0, window 0 of round 0" in text and "microbatch 1 of owner 0" in text
+    assert type(error).__name__ in text and "4711" not in text
+
+
+@pytest.mark.parametrize("error", [ValueError, MemoryError])
+@pytest.mark.parametrize("name", ["step", "open"])
+def test_an_error_outside_of_a_microbatch_is_told_too(
+    name: str, error: type[Exception], make: Callable[..., RunConfig], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def bad(*_: Any, **__: Any) -> Any:
+        raise error("label 4711")
+
+    monkeypatch.setattr(Party, name, bad)
+    scene = play(make(1), tmp_path / "run", monkeypatch)
+    text = str(scene.error)
+    assert scene.error is not None and error.__name__ in text and "4711" not in text
+    assert " 0, window 0 of round 0" in text

@@ -56,6 +56,7 @@ class Scene:
     Attributes:
         strike: see ``Strike``.
         folder: of the run.
+        pace_ms: of its workers.
         error: what it ended with.
         ends: what parties ended with that were not killed, by role and number.
         rows: what was recorded.
@@ -64,6 +65,7 @@ class Scene:
 
     strike: Strike
     folder: Path
+    pace_ms: float = 0.0
     error: SplitlmError | None = None
     ends: dict[Who, SplitlmError | None] = field(default_factory=dict)
     rows: list[tuple[str, dict[str, Any]]] = field(default_factory=list)
@@ -147,6 +149,7 @@ class Scene:
                     LinkSettings(host="127.0.0.1"),
                     folder=self.folder,
                     dtype=dtype,
+                    pace_ms=self.pace_ms if role == "worker" else 0.0,
                 )
                 self._tasks[spoke.peer] = asyncio.create_task(self._party(of, spoke, runner))
         try:
@@ -184,9 +187,10 @@ def play(
     *,
     resume: bool = False,
     dtype: str = "float64",
+    pace_ms: float = 0.0,
 ) -> Scene:
     """Run it to its end, whatever that is; nothing hangs, and no task is left."""
-    scene = Scene(strike, folder)
+    scene = Scene(strike, folder, pace_ms)
 
     async def main() -> None:
         async with asyncio.timeout(60):

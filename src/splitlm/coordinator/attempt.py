@@ -46,7 +46,7 @@ class Attempt:
             waiting = ", ".join(str(m) for m in run.members if m.node in self._leader.waiting)
             try:
                 awaited = f"{waiting} in window {standing.window} of round {standing.round}"
-                member, said = await run.hear(run.orders.timeout_s * PATIENCE, awaited)
+                member, said = await run.hear(run.orders.timeout_s * PATIENCE, awaited, relay=True)
                 await self._take(member, said)
             except Lost as lost:
                 await self._lost(lost)

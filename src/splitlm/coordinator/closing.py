@@ -32,7 +32,7 @@ class Closing:
             names = ", ".join(map(str, waiting))
             try:
                 patience = run.orders.timeout_s * PATIENCE
-                member, said = await run.hear(patience, f"{names} to finish round {standing.round}")
+                member, said = await run.hear(patience, f"{names} to finish round {standing.round}", relay=True)
             except Lost as lost:
                 await run.without(lost)
                 continue

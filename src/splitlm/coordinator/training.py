@@ -113,8 +113,13 @@ class Training:
         for member in self.members:
             await self._tell(member, message)
 
-    async def hear(self, deadline_s: float, awaited: str) -> tuple[Member, Any]:
-        """The next message of a party. One that says that it is at work is waited for anew.
+    async def hear(self, deadline_s: float, awaited: str, *, relay: bool = False) -> tuple[Member, Any]:
+        """The next message of a party. While one says that it is at work, all are waited for anew.
+
+        Args:
+            deadline_s: how long nobody may be at work.
+            awaited: who is waited for, and to do what.
+            relay: whether owners are told which workers are at work: they wait for them too.
 
         Raises:
             Lost: one is gone.
@@ -146,7 +151,11 @@ class Training:
                         case training.Figures(values=values) if member is not None:
                             self._record("party", {"round": self.standing.round, "party": member.label, **values})
                         case training.Working():
-                            limit.reschedule(asyncio.get_running_loop().time() + deadline_s)
+                            if not limit.expired():
+                                limit.reschedule(asyncio.get_running_loop().time() + deadline_s)
+                            if relay and member is not None and member.who[0] == "worker":
+                                for owner in self.members.of("owner"):
+                                    await self._tell(owner, event)
                         case other if member is not None and not member.heard.repeats(other):
                             return member, other
         except TimeoutError:

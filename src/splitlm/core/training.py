@@ -189,7 +189,10 @@ class Stepped(TrainingMessage, frozen=True):
 
 
 class Working(TrainingMessage, frozen=True):
-    """Owner to coordinator: another microbatch is done. Said now and then: who is slow is not taken for dead."""
+    """Party to coordinator: I am at work. Said from a timer: who is slow is not taken for dead.
+
+    The coordinator hands a worker's on to owners, which wait for it.
+    """
 
     round: int
 

@@ -8,18 +8,18 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from torch import Tensor
 
 from splitlm.core.errors import ProtocolError
 from splitlm.finetune.batch import Microbatch
+from splitlm.finetune.compute import Runs, computing
 from splitlm.finetune.crossing import Crossing
 from splitlm.finetune.party import Party
 from splitlm.finetune.plane import LinkLostError, Neighbour, Plane
 from splitlm.finetune.window import Out, WindowScale
-from splitlm.model.runner import Runner
 from splitlm.model.tuned import Key
 from splitlm.planner.routing import Credits
 from splitlm.wire.frame import AnyHeader, Backward, Forward, Frame, Scored
@@ -54,10 +54,6 @@ class WindowPlan:
     train: bool = True
 
 
-async def _nothing() -> None:
-    """Nobody asked."""
-
-
 class Engine:
     """Runs one party's compute over its links.
 
@@ -65,7 +61,7 @@ class Engine:
         party: what computes.
         plane: its links.
         runner: its compute thread.
-        timeout_s: how long a window may stand still.
+        timeout_s: how long an owner waits while no worker is at work.
         crossing: what tensors pass on their way in and out; by default the CPU's.
 
     Attributes:
@@ -78,7 +74,7 @@ class Engine:
         self,
         party: Party,
         plane: Plane,
-        runner: Runner,
+        runner: Runs,
         timeout_s: float = 120.0,
         crossing: Crossing | None = None,
     ) -> None:
@@ -86,19 +82,19 @@ class Engine:
         self._crossing = crossing or Crossing(party.role)
         self._held: list[tuple[Neighbour, Frame]] = []
         self._number = 0
+        self._limit: asyncio.Timeout | None = None
         self.peak_live = 0
         self.compute_s = self.wait_s = 0.0
 
-    async def window(self, plan: WindowPlan, done: Callable[[], Awaitable[None]] = _nothing) -> None:
+    async def window(self, plan: WindowPlan) -> None:
         """Take part in a window until all that is to come here came; its gradients are complete and finite then.
 
         Args:
             plan: what it is to this party.
-            done: told at an owner when a microbatch is done.
 
         Raises:
             ModelError: a loss, hidden state or gradient is not finite; party, window and microbatch are named.
-            LinkLostError: nothing came of a worker for too long.
+            LinkLostError: nothing came of a worker for too long, and none was at work.
             ProtocolError: a frame that has no place in it.
         """
         party, self._number = self._party, plan.number
@@ -114,7 +110,6 @@ class Engine:
                 home = await self._take(who, frame)
                 if owner is not None and home is not None:
                     owner.home(home)
-                    await done()
                 came += home is not None
             elif owner is not None and (index := owner.next()) is not None:
                 out = await self._runner.run(self._begin, index, plan.batches[index])
@@ -123,6 +118,11 @@ class Engine:
                 await self._wait(plan, owner)
             self.peak_live = max(self.peak_live, party.live)
         await self._runner.run(party.check)
+
+    def alive(self) -> None:
+        """A worker is at work: an owner that waits does so anew."""
+        if self._limit is not None and not self._limit.expired():
+            self._limit.reschedule(asyncio.get_running_loop().time() + self._timeout_s)
 
     async def serve(self) -> None:
         """Answer whatever comes, for ever: a party that steps after every microbatch."""
@@ -161,7 +161,7 @@ class Engine:
     async def _wait(self, plan: WindowPlan, owner: _Owner | None) -> None:
         """A worker waits as long as it takes: an owner that sends nothing may be waiting for another worker."""
         try:
-            async with asyncio.timeout(self._timeout_s if owner is not None else None):
+            async with asyncio.timeout(self._timeout_s if owner is not None else None) as self._limit:
                 await self._arrived()
         except TimeoutError:
             silent = owner.awaited() if owner is not None else 0
@@ -170,6 +170,8 @@ class Engine:
                 f"{self._party.name} heard nothing of it for {self._timeout_s:g} s in window {plan.number} "
                 f"of round {plan.round}; learning.u-shape.timeout-seconds is this limit",
             ) from None
+        finally:
+            self._limit = None
 
     async def _take(self, who: Neighbour, frame: Frame) -> Key | None:
         """Compute what came; the microbatch that is done here because of it, if one is."""
@@ -194,21 +196,28 @@ class Engine:
     def _begin(self, index: int, batch: Microbatch) -> Out:
         """On the compute thread: an owner's next microbatch."""
         started = time.perf_counter()
-        out = self._crossing.leave(self._party.begin(index, self._crossing.own(batch)), self._number)
+        with computing(f"microbatch {index} of {self._party.name}", lambda: self._party.place):
+            out = self._crossing.leave(self._party.begin(index, self._crossing.own(batch)), self._number)
         self.compute_s += time.perf_counter() - started
         return out
 
     def _compute(self, who: Neighbour, frame: Frame) -> tuple[list[Out], Key | None]:
         """On the compute thread: what came is copied out of the frame's buffers, which go back at once."""
-        started = time.perf_counter()
-        try:
-            tensors = [
-                self._crossing.take(spec, view) for spec, view in zip(frame.header.tensors, frame.tensors, strict=True)
-            ]
-        finally:
-            frame.release()
-        outs, home = self._answer(who, frame.header, tensors)
-        outs = [self._crossing.leave(out, self._number) for out in outs]
+        started, header = time.perf_counter(), frame.header
+        what = (
+            f"microbatch {header.index} of owner {header.owner}"
+            if isinstance(header, Forward | Backward)
+            else "a score"
+        )
+        with computing(what, lambda: self._party.place):
+            try:
+                tensors = [
+                    self._crossing.take(spec, view) for spec, view in zip(header.tensors, frame.tensors, strict=True)
+                ]
+            finally:
+                frame.release()
+            outs, home = self._answer(who, header, tensors)
+            outs = [self._crossing.leave(out, self._number) for out in outs]
         self.compute_s += time.perf_counter() - started
         return outs, home
 

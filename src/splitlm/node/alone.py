@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Sequence
 
 from splitlm.bus.base import Spoke
 from splitlm.core import training
 from splitlm.finetune.batch import Microbatch
+from splitlm.finetune.compute import Runs
 from splitlm.finetune.discretion import Report
 from splitlm.finetune.engine import Engine, WindowPlan
 from splitlm.finetune.party import Party
 from splitlm.finetune.window import WindowScale
-from splitlm.model.runner import Runner
 from splitlm.node.validation import Validation
 
 
@@ -24,20 +24,18 @@ class Alone:
         runner: its compute thread.
         spoke: the way to the coordinator.
         count: microbatches of a window (``control-count``).
-        working: told when a microbatch is done.
     """
 
     def __init__(
         self,
         party: Party,
         engine: Engine,
-        runner: Runner,
+        runner: Runs,
         spoke: Spoke,
         count: int,
-        working: Callable[[], Awaitable[None]],
     ) -> None:
         self._party, self._engine, self._runner, self._spoke = party, engine, runner, spoke
-        self._count, self._working = count, working
+        self._count = count
         self._steps = 0
 
     async def round(self, round_: int, rows: Sequence[Microbatch], validation: Validation, report: Report) -> int:
@@ -49,7 +47,7 @@ class Alone:
         samples = 0
         for number, begin in enumerate(range(0, len(rows), self._count)):
             batches = rows[begin : begin + self._count]
-            await self._engine.window(self._plan(round_, number, batches), self._working)
+            await self._engine.window(self._plan(round_, number, batches))
             tally = self._party.window.tally
             norm = await self._runner.run(self._party.step, 1.0 / len(batches))
             here = sum(batch.samples for batch in batches)
@@ -58,7 +56,7 @@ class Alone:
             self._steps += 1  # no attempts are numbered here, and rounds count their windows anew
             await self._spoke.send(training.Stepped(self._steps, *told, 0.0, norm))
         if looked := validation.next(validation.left()):  # one window, numbered after those of training
-            await self._engine.window(self._plan(round_, -(-len(rows) // self._count), looked, False), self._working)
+            await self._engine.window(self._plan(round_, -(-len(rows) // self._count), looked, False))
             validation.take(looked, self._party.window.tally)
             await self._engine.drop()
         return samples

@@ -18,6 +18,7 @@ from splitlm.core.errors import from_exit_code as reported
 from splitlm.core.groups import first_error
 from splitlm.core.heard import Heard
 from splitlm.core.shape import Role
+from splitlm.finetune.compute import Compute
 from splitlm.finetune.crossing import Crossing
 from splitlm.finetune.data import Rows
 from splitlm.finetune.discretion import discreet
@@ -30,6 +31,7 @@ from splitlm.model.runner import Runner
 from splitlm.node.figures import figures, log_figures
 from splitlm.node.identity import node_name, watch_parent
 from splitlm.node.partylinks import LinkSettings, PartyLinks
+from splitlm.node.pulse import Pulse
 from splitlm.node.trainbus import join_rabbit, join_star
 from splitlm.node.tuning import Tuning
 from splitlm.wire.channel import Channel
@@ -130,7 +132,9 @@ async def run_party(settings: PartySettings, spoke: Spoke, runner: Runner | None
 
 class _Party:
     def __init__(self, settings: PartySettings, spoke: Spoke, runner: Runner) -> None:
-        self._settings, self._spoke, self._runner = settings, spoke, runner
+        self._settings, self._spoke = settings, spoke
+        self._runner = Compute(runner, settings.role)
+        self._moved: Callable[[], object] = tuple
         self._name = node_name(settings.role)
         self._device = find_device(settings.device)
         self._figures: Callable[[], dict[str, float]] = dict
@@ -161,7 +165,7 @@ class _Party:
                 said = trouble if isinstance(error, NetworkError) else training.Failed(trouble.code, trouble.text)
                 await self._spoke.send(said)
 
-    async def _start(self) -> training.Start | None:
+    async def _start(self) -> training.Start:
         match await self._spoke.receive():
             case training.Start() as start:
                 self._heard.repeats(start)
@@ -175,12 +179,22 @@ class _Party:
 
     async def _take_part(self, rows: Rows | None) -> None:
         start = await self._start()
-        if start is None:
-            return
+        self._runner.where = lambda: f"{self._settings.role} {start.party}"
+        timeout_s = self._config(start).learning.u_shape.timeout_seconds
+        async with Pulse(self._working, timeout_s, self._runner, lambda: self._moved()):
+            await self._train(start, rows)
+
+    async def _working(self) -> None:
+        """Say that this party is at work. That the coordinator is gone is heard where its last words are."""
+        with contextlib.suppress(NetworkError):
+            await self._spoke.send(training.Working(self._tuning.round if self._tuning is not None else 0))
+
+    async def _train(self, start: training.Start, rows: Rows | None) -> None:
         settings = self._settings
         recipe, data = await self._runner.run(self._open, start, rows)
         learning, noise = recipe.config.learning, max(recipe.config.privacy.noise, settings.config.privacy.noise)
         party = await self._runner.run(recipe.party, settings.role, start.party, self._device, settings.pace_ms)
+        self._runner.where = lambda: party.place
         memory = receive_memory(learning.u_shape.pinned_memory, self._device, allocate_heap)
         links = PartyLinks(
             replace(settings.links, allocate=memory),
@@ -195,6 +209,7 @@ class _Party:
         plane = Plane(self._on_lost, learning.u_shape.transport_queue_size)
         crossing = Crossing(settings.role, self._device, noise)
         engine = Engine(party, plane, self._runner, learning.u_shape.timeout_seconds, crossing)
+        self._moved = lambda: links.state_bytes
         self._figures = lambda: figures(engine, plane, links, crossing)
         try:
             async with asyncio.TaskGroup() as group:
@@ -287,10 +302,13 @@ class _Party:
         if self._tuning is not None:
             self._tuning.lost(who, error)
 
+    def _config(self, start: training.Start) -> RunConfig:
+        """The run's settings, with this machine's places."""
+        return here(read(start.settings, "the coordinator's settings"), self._settings.config)
+
     def _open(self, start: training.Start, rows: Rows | None) -> tuple[Recipe, OwnerData | None]:
         """On the compute thread: the run's settings hold, but for where things lie on this machine."""
-        mine = self._settings.config
-        config = here(read(start.settings, "the coordinator's settings"), mine)
+        config = self._config(start)
         recipe = open_recipe(
             config,
             model_folder(config, self._settings.resolve),
@@ -303,7 +321,7 @@ class _Party:
         valid, own = None, self._settings.own_data
         if config.server.validation:
             try:
-                valid = read_rows(mine, "validation", own)  # as training rows: from this machine's places
+                valid = read_rows(self._settings.config, "validation", own)  # from where those of training are
             except DataMissingError as error:
                 _log.warning("Nothing is validated here, for want of rows: %s", error)
         return recipe, OwnerData(recipe, start.party, rows, valid, own=own is not None)

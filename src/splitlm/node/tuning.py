@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import time
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -12,15 +11,15 @@ from typing import Any, Literal
 from splitlm.bus.base import Spoke
 from splitlm.core import messages, training
 from splitlm.core.barrier import Event, Follower, step
-from splitlm.core.errors import ModelError, NetworkError, PeerLostError, ProtocolError, SplitlmError, UsageError
+from splitlm.core.errors import NetworkError, PeerLostError, ProtocolError, SplitlmError
 from splitlm.finetune.batch import Microbatch
+from splitlm.finetune.compute import Runs
 from splitlm.finetune.discretion import Report, discreet
 from splitlm.finetune.engine import Engine
 from splitlm.finetune.party import Party
 from splitlm.finetune.plane import LinkLostError, Neighbour, Plane
 from splitlm.finetune.recipe import OwnerData, Recipe
 from splitlm.finetune.transfer import State
-from splitlm.model.runner import Runner
 from splitlm.model.tuned import load_into
 from splitlm.node.alone import Alone
 from splitlm.node.announced import Announced, plan_of
@@ -31,14 +30,11 @@ from splitlm.node.validation import Validation
 from splitlm.planner.routing import SmoothWRR, Speeds
 from splitlm.wire.channel import Channel
 
-SAID = 0.25
-"""Part of ``timeout-seconds`` after which an owner that is at work says so again."""
-
 LAST_WORD_S = 1.0
 
 
 class Tuning:
-    """One party in a run; see ``hear``."""
+    """One party in a run; see ``hear``. ``round`` is the one at hand."""
 
     def __init__(
         self,
@@ -47,7 +43,7 @@ class Tuning:
         party: Party,
         engine: Engine,
         plane: Plane,
-        runner: Runner,
+        runner: Runs,
         spoke: Spoke,
         data: OwnerData | None,
         start: training.Start,
@@ -63,7 +59,7 @@ class Tuning:
         self._open: Announced | None = None
         self._work: asyncio.Task[None] | None = None
         self._states: States | None = None
-        self._round = 0
+        self.round = 0
         self._batches: list[Microbatch] = []
         self._at = 0
         self._samples = 0
@@ -72,8 +68,7 @@ class Tuning:
         self._speeds: Speeds[int] | None = None
         self._turns: SmoothWRR[int] | None = None
         self._validation = Validation()
-        self._spoke_at = 0.0
-        self._alone = Alone(party, engine, runner, spoke, recipe.config.learning.control_count, self._working)
+        self._alone = Alone(party, engine, runner, spoke, recipe.config.learning.control_count)
         self._reach = Reach(plane, serves=party.role == "worker" and not recipe.shape.agreed)
 
     @property
@@ -152,6 +147,8 @@ class Tuning:
                 await self._on(Event("COMMIT", seq, epoch))
             case messages.Abort(seq=seq, reason=reason):
                 await self._on(Event("ABORT", seq, reason=reason))
+            case training.Working():  # a worker is, so the coordinator says
+                self._engine.alive()
             case training.Gather(round=number):
                 await self._average(number)
             case other:
@@ -183,7 +180,7 @@ class Tuning:
     async def _begin(self, word: training.Round) -> None:
         """A round begins."""
         party, number = self._party, word.round
-        self._round, self._at, self._samples = number, 0, 0
+        self.round, self._at, self._samples = number, 0, 0
         self._report = Report()
         if self._recipe.config.optimizer.reset_each_round and number:
             await self._runner.run(party.reset)
@@ -230,18 +227,18 @@ class Tuning:
         seq = open_.word.seq
         try:
             async with self._reach.kept():
-                await self._engine.window(plan_of(open_, opened, self._party, self._recipe.config), self._working)
+                await self._engine.window(plan_of(open_, opened, self._party, self._recipe.config))
                 if open_.word.train and self._synced:
                     await self._reduce(seq)
-        except (ModelError, UsageError) as error:  # it would only happen again
-            await self._tell(self._failed(error, "window", seq))
         except LinkLostError as error:
             await self._blame(error, seq)
-        except SplitlmError as error:
+        except NetworkError as error:
             if self.states.lost is not None:
                 await asyncio.sleep(LAST_WORD_S)  # in which the coordinator may say more
                 raise
             await self._on(Event("failed", seq, reason=str(error)[:1000]))
+        except SplitlmError as error:  # it would only happen again
+            await self._tell(self._failed(error, "window", seq))
         else:
             await self._on(Event("ready", seq))
 
@@ -255,7 +252,7 @@ class Tuning:
     async def _reduce(self, seq: int) -> None:
         """Workers sum their gradients, so that all of them take the same step."""
         window = self._party.window
-        window.sum.total = await self.states.exchange(State("gradient", self._round, seq, 0, window.sum.total))
+        window.sum.total = await self.states.exchange(State("gradient", self.round, seq, 0, window.sum.total))
 
     async def _step(self, seq: int) -> None:
         """COMMIT: step, if there was any work here."""
@@ -292,7 +289,7 @@ class Tuning:
         if self._party.role == "owner":
             report = self._report
             told = self._validation.told()
-            await self._tell(training.Notify(self._round, self._samples, report.loss, report.items, *told))
+            await self._tell(training.Notify(self.round, self._samples, report.loss, report.items, *told))
 
     def _measured(self, word: training.Window) -> None:
         """Workers that are gone are forgotten; the others said how fast they were: an owner's turns follow, if set."""
@@ -332,15 +329,8 @@ class Tuning:
 
     async def _round_alone(self) -> None:
         """An owner's round where nothing is agreed."""
-        self._samples = await self._alone.round(self._round, self._batches, self._validation, self._report)
+        self._samples = await self._alone.round(self.round, self._batches, self._validation, self._report)
         await self._finish()
-
-    async def _working(self) -> None:
-        """A microbatch is done: say so now and then, well within what a silent peer is waited for."""
-        now = time.monotonic()
-        if now - self._spoke_at > self._recipe.config.learning.u_shape.timeout_seconds * SAID:
-            self._spoke_at = now
-            await self._tell(training.Working(self._round))
 
     async def _guarded(self, work: Callable[[], Awaitable[None]]) -> None:
         """A round's work; what it fails with is told."""

@@ -1,0 +1,102 @@
+"""A party's compute: whether it is at work, and its errors in our words.
+
+What torch raises in a forward, a backward or a step is one of many classes, and its text may quote values. Others
+are told the class and the place; the party's own log has the whole.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Callable, Iterator
+from typing import Any, Protocol, TypeVar
+
+from splitlm.core.errors import ModelError, SplitlmError
+from splitlm.model.border import FOREIGN
+from splitlm.model.runner import Runner, out_of_memory
+
+_log = logging.getLogger("splitlm.train")
+T = TypeVar("T")
+_CAUGHT: tuple[type[Exception], ...] = (MemoryError, *FOREIGN)
+
+
+class Runs(Protocol):
+    """What runs jobs one after the other, as ``model.runner.Runner`` does."""
+
+    async def run(self, work: Callable[..., T], *args: Any) -> T:
+        """The result of ``work(*args)``, or the error it raised."""
+        ...
+
+
+@contextlib.contextmanager
+def computing(what: str, where: Callable[[], str]) -> Iterator[None]:
+    """Turn an error of torch into ours; our own pass.
+
+    Args:
+        what: what is computed: the middle of a sentence.
+        where: asked for the party, and its window, when something failed.
+
+    Raises:
+        SplitlmError: memory ran out.
+        ModelError: any other error; it names the class.
+    """
+    try:
+        yield
+    except _CAUGHT as error:
+        place = where()
+        _log.error("%s: %s failed", place, what, exc_info=error)
+        if out_of_memory(error) is not None:
+            raise SplitlmError(
+                f"Memory ran out in {what} ({type(error).__name__})",
+                where=place,
+                expected="room for the weights, the optimizer and the microbatches that are live at once",
+                remedy="Use a smaller learning.batch-size or max-inflight, or more workers",
+            ) from error
+        raise ModelError(
+            f"Computing {what} failed with {type(error).__name__}",
+            where=place,
+            expected="a model and rows that fit each other",
+            remedy=f"The log of {place.partition(',')[0]} has the whole error",
+        ) from error
+
+
+class Compute:
+    """One party's way to its compute thread.
+
+    Args:
+        runner: the thread; it stays the caller's.
+        where: the party, for people.
+
+    Attributes:
+        where: tells the party, and its window where one is known.
+        jobs: how many were done.
+    """
+
+    def __init__(self, runner: Runner, where: str) -> None:
+        self._runner = runner
+        self.where: Callable[[], str] = lambda: where
+        self.jobs = 0
+        self._open = 0
+
+    @property
+    def busy(self) -> bool:
+        """Whether a job is at hand."""
+        return self._open > 0
+
+    async def run(self, work: Callable[..., T], *args: Any) -> T:
+        """Run ``work(*args)`` on the compute thread.
+
+        Raises:
+            ModelError: an error of torch. Otherwise as ``computing`` and ``Runner.run``.
+        """
+        self._open += 1
+        try:
+            return await self._runner.run(self._worded, work, args)
+        finally:
+            self._open -= 1
+            self.jobs += 1
+
+    def _worded(self, work: Callable[..., T], args: tuple[Any, ...]) -> T:
+        """On the compute thread, before it says in the words of a ring that memory ran out."""
+        with computing("its part", lambda: self.where()):
+            return work(*args)
