@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from types import SimpleNamespace
 from typing import cast
 
 import pytest
@@ -20,7 +21,7 @@ def test_a_long_validation_is_not_taken_for_a_dead_peer(working: bool) -> None:
     async def main() -> bool:
         hub = MemoryHub()
         orders = Orders(find_shape("two-stage"), owners=1, workers=1, rounds=1, settings={}, run="r")
-        of = Training(hub, orders, cast(Aggregator, None))
+        of = Training(hub, orders, cast(Aggregator, SimpleNamespace(busy=False)))
         spoke = hub.join("owner")
         await spoke.send(training.Register("owner", "owner"))
         await of.hear(5.0, "it to register")

@@ -17,6 +17,7 @@ from splitlm.finetune.plane import Neighbour, Plane
 from splitlm.finetune.recipe import Recipe
 from splitlm.finetune.window import Out
 from splitlm.node import tuning
+from splitlm.node.aggregator import StateHub
 from splitlm.node.shelf import Shelf
 from splitlm.planner.routing import SmoothWRR
 from tests.node.test_training_faults import WORKER, is_
@@ -89,14 +90,15 @@ def test_a_worker_that_waits_is_not_at_work(
     assert [row["party"] for kind, row in scene.rows if kind == "lost"] == ["worker 1"]
 
 
-@pytest.mark.parametrize("stage", ["build", "save", "average"])
+@pytest.mark.parametrize("stage", ["build", "save", "take", "average"])
 def test_a_long_load_save_or_average_is_not_taken_for_a_dead_party(
     stage: str, make: Callable[..., RunConfig], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     of: dict[str, tuple[Any, str]] = {
         "build": (Recipe, "party"),
         "save": (Shelf, "save"),
-        "average": (tuning, "load_into"),
+        "take": (tuning, "load_into"),
+        "average": (StateHub, "_average"),
     }
     inner = getattr(*of[stage])
 

@@ -16,6 +16,11 @@ from splitlm.telemetry.summary import perplexity
 class Aggregator(Protocol):
     """Who averages; it holds the tensors that this room does not."""
 
+    @property
+    def busy(self) -> bool:
+        """Whether it is averaging now: parties wait for it then."""
+        ...
+
     async def expect(self, members: list[Who]) -> None:
         """These take part in the run."""
         ...

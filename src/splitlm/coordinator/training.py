@@ -159,7 +159,9 @@ class Training:
                         case other if member is not None and not member.heard.repeats(other):
                             return member, other
         except TimeoutError:
-            raise PeerMissingError(f"The coordinator waited {deadline_s:g} s for {awaited}") from None
+            if not self._aggregator.busy:
+                raise PeerMissingError(f"The coordinator waited {deadline_s:g} s for {awaited}") from None
+        return await self.hear(deadline_s, awaited, relay=relay)
 
     async def _register(self, peer: str, said: training.Register) -> Member | None:
         limit = self.orders.owners if said.role == "owner" else self.orders.workers

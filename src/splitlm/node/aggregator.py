@@ -17,6 +17,7 @@ from splitlm.core import training
 from splitlm.core.errors import NetworkError, ProtocolError, SplitlmError
 from splitlm.core.shape import Role
 from splitlm.finetune.aggregate import Averager, Lora, Reducer
+from splitlm.finetune.compute import Compute
 from splitlm.finetune.transfer import State, receive_state, send_state
 from splitlm.model.runner import Runner
 from splitlm.wire.channel import Channel, Listener
@@ -64,7 +65,8 @@ class StateHub:
         lora: Lora,
         failed: Callable[[SplitlmError], None],
     ) -> None:
-        self._listener, self._runner, self._keeper, self._lora, self._failed = listener, runner, keeper, lora, failed
+        self._listener, self._keeper, self._lora, self._failed = listener, keeper, lora, failed
+        self._runner = Compute(runner, "the aggregator")
         self._channels: dict[Who, Channel] = {}
         self._readers: dict[Who, asyncio.Task[None]] = {}
         self._round: _Round | None = None
@@ -80,6 +82,11 @@ class StateHub:
         # One task averages and gives back: readers end with their party, and what it brought must still reach others.
         self.work = asyncio.create_task(self._work())
         """Ends only with ``close``, or with a fault of ours."""
+
+    @property
+    def busy(self) -> bool:
+        """Whether it is averaging or summing now."""
+        return self._runner.busy
 
     async def close(self) -> None:
         """Part from all."""
