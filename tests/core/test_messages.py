@@ -45,6 +45,8 @@ def example(kind: type[Message]) -> Message:
         list[messages.Side]: [SIDE],
         dict[str, object]: {"a": 1},
         dict[int, float]: {1: 2.5},
+        dict[str, float]: {"a": 2.5},
+        list[training.SavedFile]: [training.SavedFile("name", 1, "digest")],
         tuple[str, int]: ("host", 1),
         tuple[training.Role, int]: ("worker", 1),
         list[int]: [1, 2],

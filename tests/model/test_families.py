@@ -95,7 +95,8 @@ def test_a_cut_changes_nothing(name: str, tmp_path: Path) -> None:
 
 def test_every_family_of_the_table_is_tried() -> None:
     tried = {kind for kind, _ in [*ROWS.values(), *TINY.values()]}
-    assert {kind for family in FAMILIES for kind in family.model_types} == tried
+    generating = [family for family in FAMILIES if family.task == "causal"]
+    assert {kind for family in generating for kind in family.model_types} == tried
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2", "gemma2", "gemma3", "qwen3"])
