@@ -49,7 +49,14 @@ class Plain:
             from peft import LoraConfig, TaskType, get_peft_model
 
             task = TaskType.SEQ_CLS if family == "bert" else TaskType.CAUSAL_LM
-            config = LoraConfig(r=lora.r, lora_alpha=int(lora.alpha), task_type=task, fan_in_fan_out=family == "gpt2")
+            config = LoraConfig(
+                r=lora.r,
+                lora_alpha=int(lora.alpha),
+                task_type=task,
+                fan_in_fan_out=family == "gpt2",
+                # peft has no word on some families.
+                target_modules=["q_proj", "v_proj"] if family == "starcoder2" else None,
+            )
             self.model = get_peft_model(self.model, config, autocast_adapter_dtype=False)
         self.model.train()
         trained = {self.key(n): p for n, p in self.model.named_parameters() if p.requires_grad}
