@@ -263,7 +263,7 @@ class ModelFiles:
             tensor = shared.get(key)
             if tensor is None and self.is_fresh(key):
                 tensor = self._made(module, keys[0], local)
-            elif tensor is None:
+            if tensor is None:
                 before = time.perf_counter()
                 tensor = self.index.read(key, self.dtype if targets[local].is_floating_point() else None)
                 read_s += time.perf_counter() - before
@@ -278,8 +278,9 @@ class ModelFiles:
         """Whether a tensor is made here and not read."""
         return False
 
-    def _made(self, module: nn.Module, prefix: str, local: str) -> torch.Tensor:
-        raise NotImplementedError
+    def _made(self, _module: nn.Module, _prefix: str, _local: str) -> torch.Tensor | None:
+        """A tensor that is made here; None for one that is read."""
+        return None
 
     def _load_whole(self, segment: Segment, shared: dict[str, torch.Tensor]) -> Part:
         started = time.perf_counter()
