@@ -37,7 +37,9 @@ def note(number: int) -> Trouble:
 
 
 def fails(
-    place: tuple[str, int, str, str, str, ssl.SSLContext | None], caplog: pytest.LogCaptureFixture
+    place: tuple[str, int, str, str, str, ssl.SSLContext | None],
+    caplog: pytest.LogCaptureFixture,
+    alike: type[NetworkError] | None = None,
 ) -> NetworkError:
     """The error of a hub that cannot open; the same ends a spoke, soon, in one paragraph, and nothing stays behind."""
 
@@ -46,7 +48,7 @@ def fails(
         began = time.monotonic()
         with pytest.raises(NetworkError) as caught:
             await RabbitHub.open(*place, "run")
-        with pytest.raises(type(caught.value)):
+        with pytest.raises(alike or type(caught.value)):
             await RabbitSpoke.open(*place, "run", "node", deadline_s=30)
         assert time.monotonic() - began < 20
         await asyncio.sleep(0)
@@ -105,8 +107,9 @@ def test_a_broker_of_another_authority_is_refused(rabbit: Broker, caplog: pytest
 
 def test_a_broker_that_refuses_our_certificate(rabbit: Broker, caplog: pytest.LogCaptureFixture) -> None:
     wrong = unchecked("other/a", ssl.PROTOCOL_TLS_CLIENT)
-    error = fails(("127.0.0.1", rabbit.tls_port, "guest", "guest", "/", wrong), caplog)
-    assert "TLS" in str(error) or "certificate" in str(error) or "reached" in str(error)
+    # TLS 1.3 refuses a client after its handshake: whether its reason or its end is read first is chance.
+    error = fails(("127.0.0.1", rabbit.tls_port, "guest", "guest", "/", wrong), caplog, NetworkError)
+    assert "certificate" in str(error)
 
 
 def test_what_is_no_broker(caplog: pytest.LogCaptureFixture) -> None:

@@ -65,19 +65,35 @@ def _kernel() -> dict[str, set[object]]:
     }
 
 
+def _connections(sockets: set[object]) -> list[str]:
+    """The kernel's lines about these: addresses and states, to find out whose they are."""
+    inodes = {str(link)[len("socket:[") : -1] for link in sockets}
+    lines = [
+        line for kind in ("tcp", "tcp6", "udp", "unix") for line in Path(f"/proc/net/{kind}").read_text().splitlines()
+    ]
+    return [line for line in lines if inodes & set(line.split())]
+
+
 @contextlib.contextmanager
 def nothing_left() -> Iterator[None]:
-    """Sockets, threads, children and logs of this process are afterwards what they were before; no temporary file."""
+    """Sockets, threads, children and logs of this process are afterwards what they were before; no temporary file.
+
+    What the kernel and a loop's last turn still take down is given a moment.
+    """
     before, place = _kernel(), tempfile.tempdir
+
+    def left() -> dict[str, set[object]]:
+        return {name: now - before[name] for name, now in _kernel().items()}
+
     with tempfile.TemporaryDirectory() as folder:
         tempfile.tempdir = folder
         try:
             yield
         finally:
             tempfile.tempdir = place
-        left = {name: now - before[name] for name, now in _kernel().items()}
-        left["files"] = set(Path(folder).glob("splitlm*"))
-    assert not any(left.values()), left
+        until(lambda: not any(left().values()))
+        found = left() | {"files": set(Path(folder).glob("splitlm*"))}
+    assert not any(found.values()), (found, _connections(found["sockets"]))
 
 
 class Wounded(Ring):

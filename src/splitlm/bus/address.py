@@ -102,7 +102,9 @@ def refused(error: BaseException, where: Address) -> NetworkError:
             )
         case amqp.IncompatibleProtocolError() | amqp.ProtocolSyntaxError():
             return _no_broker(where)
-        case amqp.AMQPConnectionError() if "reset" in text or "closed" in text:  # it was there, and hung up
+        case _ if any(isinstance(link, ConnectionResetError | BrokenPipeError) for link in chain):  # it hung up
+            return _no_broker(where)
+        case amqp.AMQPConnectionError() if "reset" in text or "closed" in text:  # the same, in the library's words
             return _no_broker(where)
         case _:
             return PeerMissingError(
@@ -114,11 +116,14 @@ def refused(error: BaseException, where: Address) -> NetworkError:
 
 
 def _no_broker(where: Address) -> ProtocolError:
+    # After TLS 1.3's handshake a broker may end the connection before its word on our certificate is read.
+    tls = where.tls is not None
     return ProtocolError(
-        "What listens there is no RabbitMQ broker, or wants TLS",
+        "What listens there is no RabbitMQ broker, or " + ("refused our certificate" if tls else "wants TLS"),
         where=str(where),
-        expected="AMQP 0-9-1",
-        remedy="Check rabbit.address and rabbit.port, and rabbit.tls where the broker wants it",
+        expected="AMQP 0-9-1 over TLS" if tls else "AMQP 0-9-1",
+        remedy="Check rabbit.address and rabbit.port, and "
+        + ("that the broker knows the CA of our certificate" if tls else "rabbit.tls where the broker wants it"),
     )
 
 
