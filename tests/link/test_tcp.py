@@ -23,7 +23,7 @@ from splitlm.core.errors import (
     UsageError,
 )
 from splitlm.core.sampling import Sampling
-from splitlm.link import tcp
+from splitlm.link import lobby, tcp
 from splitlm.link.base import StreamChannel
 from splitlm.wire.frame import PROTOCOL, Hello, Open, Said, encode
 from splitlm.wire.handshake import Claims, Identity
@@ -148,7 +148,7 @@ def test_a_stranger_is_logged_once_and_forgotten(data: bytes, caplog: pytest.Log
         writer.close()
         await writer.wait_closed()
         await works(listener)
-        assert not listener._unfinished
+        assert not listener._lobby.unfinished
 
     with caplog.at_level(logging.WARNING, "splitlm.link"):
         run(story)
@@ -186,11 +186,11 @@ def test_the_deadline_of_a_handshake_ends_with_it() -> None:
 
 
 def test_handshakes_under_way_are_capped_and_room_comes_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tcp, "MAX_UNFINISHED", 2)
+    monkeypatch.setattr(lobby, "MAX_UNFINISHED", 2)
 
     async def story(listener: tcp.TcpListener) -> None:
         slow = [await asyncio.open_connection(HOST, listener.port) for _ in range(2)]
-        while len(listener._unfinished) < 2:
+        while len(listener._lobby.unfinished) < 2:
             await asyncio.sleep(0)
         reader, writer = await asyncio.open_connection(HOST, listener.port)
         with contextlib.suppress(ConnectionResetError):  # dropped, by either FIN or RST

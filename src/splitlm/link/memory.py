@@ -9,6 +9,8 @@ import asyncio
 
 from splitlm.core.errors import NetworkError
 from splitlm.link.base import StreamChannel
+from splitlm.link.lobby import Lobby
+from splitlm.link.reading import ReadingHalf
 from splitlm.wire.handshake import Claims, Handshake, Identity
 from splitlm.wire.pool import BufferPool
 from splitlm.wire.states import Purpose
@@ -17,17 +19,13 @@ CAPACITY = 256 * 1024
 """Bytes that a direction holds, like a socket's buffers, before its writer is told to pause."""
 
 
-class MemoryTransport(asyncio.Transport):
+class MemoryTransport(ReadingHalf):
     """One end of a pipe in memory. Made by ``join``."""
 
     def __init__(self, protocol: asyncio.BufferedProtocol) -> None:
-        super().__init__()
-        self._protocol = protocol
-        self._loop = asyncio.get_running_loop()
+        super().__init__(protocol)
         self._other: MemoryTransport = self
-        self._inbound = bytearray()
-        self._inbound_ended = self._scheduled = self._paused = False
-        self._writing_paused = self._ended = self._closing = self._gone = False
+        self._writing_paused = self._ended = self._gone = False
 
     def attach(self, other: MemoryTransport) -> None:
         """Join the other end, and start the protocol."""
@@ -41,8 +39,8 @@ class MemoryTransport(asyncio.Transport):
         """Put bytes into the pipe; they are copied."""
         if self._closing or self._ended:
             return
-        self._other._inbound += data
-        if len(self._other._inbound) > CAPACITY and not self._writing_paused:
+        self._other._hold(memoryview(bytes(data)))
+        if self._other._held > CAPACITY and not self._writing_paused:
             self._writing_paused = True
             self._protocol.pause_writing()
         self._other._schedule()
@@ -57,19 +55,6 @@ class MemoryTransport(asyncio.Transport):
         self._other._inbound_ended = True
         self._other._schedule()
 
-    def is_closing(self) -> bool:
-        """Whether the end is near."""
-        return self._closing
-
-    def pause_reading(self) -> None:
-        """Deliver nothing until ``resume_reading``."""
-        self._paused = True
-
-    def resume_reading(self) -> None:
-        """Deliver again."""
-        self._paused = False
-        self._schedule()
-
     def close(self) -> None:
         """End this side, after what was written."""
         if not self._closing:
@@ -81,7 +66,7 @@ class MemoryTransport(asyncio.Transport):
         """End this side at once, as a killed process does; the other side still gets what is in the pipe."""
         if not self._gone:
             self._closing = True
-            self._inbound.clear()
+            self._spill()
             self._other._inbound_ended = True
             self._other._schedule()
             self._loop.call_soon(self._lose, None)
@@ -90,38 +75,15 @@ class MemoryTransport(asyncio.Transport):
         """Lose the connection: both sides see a reset, and bytes under way are gone."""
         for end in (self, self._other):
             end._closing = True
-            end._inbound.clear()
+            end._spill()
             self._loop.call_soon(end._lose, ConnectionResetError("connection reset"))
 
-    def _schedule(self) -> None:
-        if not self._scheduled and not self._paused and not self._closing:
-            self._scheduled = True
-            self._loop.call_soon(self._deliver)
-
-    def _deliver(self) -> None:
-        """One read, as an event loop makes it."""
-        self._scheduled = False
-        if self._closing or self._paused:
-            return
-        if self._inbound:
-            room = self._protocol.get_buffer(-1)
-            n = min(memoryview(room).nbytes, len(self._inbound))
-            memoryview(room)[:n] = self._inbound[:n]
-            del self._inbound[:n]
-            self._protocol.buffer_updated(n)
-            self._other._taken(len(self._inbound))
-        elif self._inbound_ended:
-            self._protocol.eof_received()
-            self.close()
-            return
-        if self._inbound or self._inbound_ended:
-            self._schedule()
-
-    def _taken(self, left: int) -> None:
-        """The other side read; go on writing when it has read half of what the pipe holds."""
-        if self._writing_paused and left <= CAPACITY // 2:
-            self._writing_paused = False
-            self._protocol.resume_writing()
+    def _read_on(self) -> None:
+        """The other side writes on when this one has read half of what the pipe holds."""
+        other = self._other
+        if other._writing_paused and self._held <= CAPACITY // 2:
+            other._writing_paused = False
+            other._protocol.resume_writing()
 
     def _lose(self, error: Exception | None) -> None:
         if not self._gone:
@@ -163,9 +125,7 @@ class MemoryListener:
     port = 0
 
     def __init__(self, identity: Identity, purpose: Purpose) -> None:
-        self._identity, self._purpose = identity, purpose
-        self._ready: asyncio.Queue[StreamChannel | None] = asyncio.Queue()
-        self._closed = False
+        self._lobby = Lobby(identity, purpose)
 
     async def accept(self) -> StreamChannel:
         """The next peer that passed the handshake.
@@ -173,34 +133,22 @@ class MemoryListener:
         Raises:
             NetworkError: the listener was closed.
         """
-        channel = await self._ready.get()
-        if channel is None:
-            self._ready.put_nowait(None)
-            raise NetworkError("The listener was closed", where=self.host)
-        return channel
+        return await self._lobby.accept(self.host)
 
     async def close(self) -> None:
         """Stop listening; channels that were accepted stay."""
-        if not self._closed:
-            self._closed = True
-            self._ready.put_nowait(None)
+        await self._lobby.close()
 
     def admit(self) -> StreamChannel:
         """The listening side's channel for a new connection.
 
         Raises:
-            NetworkError: the listener was closed.
+            NetworkError: the listener was closed, or too many handshakes are under way.
         """
-        if self._closed:
+        channel = self._lobby.admit(self.host)
+        if channel is None:
             raise NetworkError("Nobody listens", where=self.host)
-        return StreamChannel(
-            "listener",
-            self._purpose,
-            "memory",
-            BufferPool(),
-            handshake=Handshake("listener", self._purpose, self._identity, "memory"),
-            on_settled=lambda channel: self._ready.put_nowait(channel) if channel.error is None else None,
-        )
+        return channel
 
 
 async def connect(listener: MemoryListener, identity: Identity, purpose: Purpose) -> StreamChannel:

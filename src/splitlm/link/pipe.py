@@ -9,13 +9,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import secrets
-from collections import deque
 
 import aio_pika
 from aio_pika.abc import AbstractChannel, AbstractConnection, AbstractIncomingMessage
 from aio_pika.exceptions import CONNECTION_EXCEPTIONS, AMQPError, DeliveryError, PublishError
 
 from splitlm.link.base import StreamChannel
+from splitlm.link.reading import ReadingHalf
 
 CHUNK = 128 * 1024
 WINDOW = 8
@@ -27,23 +27,20 @@ LAST_S = 1.0
 FAILURES = (PublishError, DeliveryError, AMQPError, *CONNECTION_EXCEPTIONS)
 
 
-class QueueTransport(asyncio.Transport):
+class QueueTransport(ReadingHalf):
     """One end of a link. Made by ``open_end``; ``start`` joins it to the other end's queue.
 
     Its one task writes; it ends with ``connection_lost``.
     """
 
     def __init__(self, amqp: AbstractChannel, queue: str, protocol: StreamChannel) -> None:
-        super().__init__({"peername": ("rabbitmq", 0), "sockname": ("rabbitmq", 0)})
-        self.queue, self.met = queue, asyncio.Event()
-        self.amqp, self._protocol = amqp, protocol
-        self._loop = asyncio.get_running_loop()
+        super().__init__(protocol, {"peername": ("rabbitmq", 0), "sockname": ("rabbitmq", 0)})
+        self.amqp, self.queue, self.met = amqp, queue, asyncio.Event()
         self._to = ""
-        self._outgoing, self._inbound = bytearray(), deque[memoryview]()
-        self._credit, self._took = WINDOW, 0
+        self._outgoing = bytearray()
+        self._credit = WINDOW
         self._due = asyncio.Event()
-        self._full = self._ended = self._closing = self._leaving = False
-        self._paused = self._scheduled = self._inbound_ended = False
+        self._full = self._ended = self._leaving = False
         self._error: Exception | None = None
         self._writer: asyncio.Task[None] | None = None
         amqp.close_callbacks.add(lambda *_: self._fail("the broker was lost"))
@@ -82,19 +79,6 @@ class QueueTransport(asyncio.Transport):
         self._ended = True
         self._due.set()
 
-    def is_closing(self) -> bool:
-        """Whether the end is near."""
-        return self._closing
-
-    def pause_reading(self) -> None:
-        """Deliver nothing until ``resume_reading``."""
-        self._paused = True
-
-    def resume_reading(self) -> None:
-        """Deliver again."""
-        self._paused = False
-        self._schedule()
-
     def close(self) -> None:
         """End this side, after what was written."""
         self._ended = self._closing = True
@@ -114,7 +98,7 @@ class QueueTransport(asyncio.Transport):
         """One message of our queue."""
         match message.type:
             case "data" if len(self._inbound) < WINDOW and message.body:
-                self._inbound.append(memoryview(message.body))
+                self._hold(memoryview(message.body))
             case "data":
                 self._fail("it sent more than it may")
             case "took" if (
@@ -143,32 +127,9 @@ class QueueTransport(asyncio.Transport):
             self._error = ConnectionResetError(how)
             self.abort()
 
-    def _schedule(self) -> None:
-        if not self._scheduled and not self._paused and not self._closing:
-            self._scheduled = True
-            self._loop.call_soon(self._deliver)
-
-    def _deliver(self) -> None:
-        """One read, as an event loop makes it."""
-        self._scheduled = False
-        if self._closing or self._paused:
-            return
-        if self._inbound:
-            room, chunk = memoryview(self._protocol.get_buffer(-1)), self._inbound[0]
-            n = min(room.nbytes, chunk.nbytes)
-            room[:n] = chunk[:n]
-            self._inbound[0] = chunk[n:]
-            if n == chunk.nbytes:
-                self._inbound.popleft()
-                self._took += 1
-                self._due.set()
-            self._protocol.buffer_updated(n)
-        elif self._inbound_ended:
-            self._protocol.eof_received()
-            self.close()
-            return
-        if self._inbound or self._inbound_ended:
-            self._schedule()
+    def _read_on(self) -> None:
+        if self._took:  # else the writer has nothing to tell of
+            self._due.set()
 
     # The writer.
 

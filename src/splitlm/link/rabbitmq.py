@@ -12,18 +12,15 @@ import contextlib
 from aio_pika.abc import AbstractChannel, AbstractConnection, AbstractIncomingMessage
 from aio_pika.exceptions import DeliveryError, PublishError
 
-from splitlm.core.errors import NetworkError, PeerLostError, PeerMissingError, ProtocolError
+from splitlm.core.errors import NetworkError, PeerLostError, PeerMissingError
 from splitlm.link.base import StreamChannel
+from splitlm.link.lobby import Lobby
 from splitlm.link.pipe import FAILURES, LAST_S, open_end, post
 from splitlm.wire.handshake import Handshake, Identity
 from splitlm.wire.pool import BufferPool
 from splitlm.wire.states import Purpose
 
-HANDSHAKE_S = 10.0
-"""How long an arriving peer may take for its handshake."""
 RETRY_S = 0.1
-MAX_UNFINISHED = 32
-"""Handshakes that may be under way at one listener; who comes meanwhile is not answered."""
 
 
 class RabbitListener:
@@ -35,11 +32,8 @@ class RabbitListener:
         self, connection: AbstractConnection, door: str, identity: Identity, purpose: Purpose, pool: BufferPool | None
     ) -> None:
         self.host = door
-        self._connection, self._identity, self._purpose, self._pool = connection, identity, purpose, pool
+        self._connection, self._lobby = connection, Lobby(identity, purpose, pool)
         self._amqp: AbstractChannel | None = None
-        self._ready: asyncio.Queue[StreamChannel | None] = asyncio.Queue()
-        self._unfinished: dict[StreamChannel, asyncio.TimerHandle] = {}
-        self._closed = False
 
     async def start(self) -> None:
         """Open the queue."""
@@ -53,23 +47,13 @@ class RabbitListener:
         Raises:
             NetworkError: the listener was closed.
         """
-        channel = await self._ready.get()
-        if channel is None:
-            self._ready.put_nowait(None)
-            raise NetworkError("The listener was closed", where=self.host)
-        return channel
+        return await self._lobby.accept(self.host)
 
     async def close(self) -> None:
         """Stop listening; channels that were accepted stay."""
-        if self._closed:
+        if self._lobby.closed:
             return
-        self._closed = True
-        dropped = list(self._unfinished)
-        while not self._ready.empty():
-            if (waiting := self._ready.get_nowait()) is not None:
-                dropped.append(waiting)
-        self._ready.put_nowait(None)
-        await asyncio.gather(*(channel.close() for channel in dropped))
+        await self._lobby.close()
         if self._amqp is not None:
             with contextlib.suppress(TimeoutError, *FAILURES):
                 async with asyncio.timeout(LAST_S):
@@ -77,32 +61,15 @@ class RabbitListener:
 
     async def _dialled(self, message: AbstractIncomingMessage) -> None:
         to = message.reply_to
-        if not to or self._closed or len(self._unfinished) >= MAX_UNFINISHED:
+        if not to or (channel := self._lobby.admit(to)) is None:
             return
-        channel = StreamChannel(
-            "listener",
-            self._purpose,
-            to,
-            self._pool or BufferPool(),
-            handshake=Handshake("listener", self._purpose, self._identity, to),
-            on_settled=self._settled,
-        )
-        expected = f"{HANDSHAKE_S:g} s at most"
-        slow = ProtocolError("The handshake was not finished in time", where=to, expected=expected)
-        self._unfinished[channel] = asyncio.get_running_loop().call_later(HANDSHAKE_S, channel.refuse, slow)
         try:
             transport = await open_end(self._connection, channel, self.host)
             transport.start(to)
             await post(transport.amqp, to, "met", reply_to=transport.queue)
         except FAILURES:  # it is gone again, or the broker is
             channel.cut()
-            self._unfinished.pop(channel).cancel()
-
-    def _settled(self, channel: StreamChannel) -> None:
-        if (timer := self._unfinished.pop(channel, None)) is not None:
-            timer.cancel()
-        if channel.error is None:
-            self._ready.put_nowait(channel)
+            self._lobby.forget(channel)
 
 
 async def listen(

@@ -4,35 +4,24 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
 import os
 import socket
 import ssl
 from functools import partial
 
-from splitlm.core.errors import (
-    NetworkError,
-    PeerLostError,
-    PeerMissingError,
-    ProtocolError,
-)
+from splitlm.core.errors import PeerLostError, PeerMissingError
 from splitlm.link.address import describe, listen_error, resolve
 from splitlm.link.base import StreamChannel
+from splitlm.link.lobby import HANDSHAKE_S, Lobby
 from splitlm.link.secure import Secured
 from splitlm.wire.handshake import Handshake, Identity
 from splitlm.wire.pool import BufferPool
 from splitlm.wire.states import Purpose
 
-HANDSHAKE_S = 10.0
-"""How long an arriving peer may take for its handshake."""
-MAX_UNFINISHED = 32
-"""Handshakes that may be under way at one listener; further connections are dropped until one ends."""
 RETRY_S = (0.01, 0.1)
 """First and longest pause between two attempts to connect."""
 KEEPALIVE = (("TCP_KEEPIDLE", 5), ("TCP_KEEPINTVL", 2), ("TCP_KEEPCNT", 3))
 """A machine that vanished silently is found after 5 s of silence and 3 unanswered probes 2 s apart."""
-
-_log = logging.getLogger("splitlm.link")
 
 
 class TcpListener:
@@ -47,15 +36,10 @@ class TcpListener:
         handshake_s: float,
         tls: ssl.SSLContext | None,
     ) -> None:
-        self._tls = tls
-        self._identity, self._purpose, self._pool = identity, purpose, pool
-        self._expect_peer = expect_peer
-        self._handshake_s = handshake_s
+        self._identity, self._expect_peer, self._tls = identity, expect_peer, tls
+        self._lobby = Lobby(identity, purpose, pool, handshake_s)
         self._server: asyncio.Server | None = None
         self._address: tuple[str, int] = ("", 0)
-        self._unfinished: dict[StreamChannel, asyncio.TimerHandle] = {}
-        self._ready: asyncio.Queue[StreamChannel | None] = asyncio.Queue()
-        self._closed = False
 
     @property
     def host(self) -> str:
@@ -91,62 +75,23 @@ class TcpListener:
         """
         try:
             async with asyncio.timeout(deadline_s):
-                while (channel := await self._ready.get()) is not None:
-                    if channel.pending or not channel.lost.done():
-                        return channel
+                return await self._lobby.accept(describe(self._address))
         except TimeoutError:
             raise PeerMissingError(
                 f"{self._identity.claims.node} waited {deadline_s:g} s for {who or self._expect_peer}",
                 where=describe(self._address),
                 remedy="Check that it was started and was given this address",
             ) from None
-        self._ready.put_nowait(None)
-        raise NetworkError("The listener was closed", where=describe(self._address))
 
     async def close(self) -> None:
         """Stop listening and drop whoever was not accepted; channels that were accepted stay. Safe to call twice."""
-        if self._server is None or self._closed:
-            return
-        self._closed = True
-        self._server.close()
-        dropped = list(self._unfinished)
-        for channel in dropped:
-            channel.cut()
-        while not self._ready.empty():
-            if (waiting := self._ready.get_nowait()) is not None:
-                dropped.append(waiting)
-        self._ready.put_nowait(None)
-        await asyncio.gather(*(channel.close() for channel in dropped))
+        if self._server is not None:
+            self._server.close()
+        await self._lobby.close()
 
     def admit(self, where: str) -> StreamChannel | None:
         """A channel for a connection that arrived, or None when too many are unfinished."""
-        if self._closed or len(self._unfinished) >= MAX_UNFINISHED:
-            _log.warning("%s: dropped, %d handshakes are unfinished", where, len(self._unfinished))
-            return None
-        channel = StreamChannel(
-            "listener",
-            self._purpose,
-            where,
-            self._pool or BufferPool(),
-            handshake=Handshake("listener", self._purpose, self._identity, where),
-            on_settled=self._settled,
-        )
-        loop = asyncio.get_running_loop()
-        self._unfinished[channel] = loop.call_later(self._handshake_s, self._too_slow, channel)
-        return channel
-
-    def _settled(self, channel: StreamChannel) -> None:
-        timer = self._unfinished.pop(channel, None)
-        if timer is not None:
-            timer.cancel()
-        if channel.error is None:
-            self._ready.put_nowait(channel)
-        elif not self._closed:
-            _log.warning("A peer was not admitted: %s", channel.error)
-
-    def _too_slow(self, channel: StreamChannel) -> None:
-        expected = f"{self._handshake_s:g} s at most"
-        channel.refuse(ProtocolError("The handshake was not finished in time", where=channel.peer, expected=expected))
+        return self._lobby.admit(where)
 
 
 class _Arrival(asyncio.Protocol):
