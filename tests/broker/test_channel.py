@@ -51,7 +51,7 @@ async def pair(
 ) -> AsyncIterator[tuple[StreamChannel, StreamChannel]]:
     """As ``test_channel.pair``: dialler and listener, each with a connection of its own; no task may be left."""
     before, door = asyncio.all_tasks(), f"splitlm.{secrets.token_hex(4)}"
-    near, far = [await address.connect(address.Address(*access(broker)), name) for name in "ab"]
+    near, far = [await address.connect(access(broker), name) for name in "ab"]
     listener = await rabbitmq.listen(far, door, Identity(claims("b")), purpose, pool=pool)
     a = await rabbitmq.connect(near, door, Identity(claims("a")), purpose, deadline_s=10, who="b")
     b = await listener.accept()
@@ -112,7 +112,7 @@ async def _send(a: StreamChannel, size: int) -> None:
 
 def test_who_has_another_token_is_refused_and_who_is_not_there_is_named(rabbit: Broker) -> None:
     async def main() -> None:
-        connection = await address.connect(address.Address(*access(rabbit)), "test")
+        connection = await address.connect(access(rabbit), "test")
         door = f"splitlm.{secrets.token_hex(4)}"
         with pytest.raises(PeerMissingError, match=r"waited 0\.5 s for the aggregator"):
             await rabbitmq.connect(
@@ -132,7 +132,7 @@ def test_who_has_another_token_is_refused_and_who_is_not_there_is_named(rabbit: 
 def test_a_connection_that_ends_takes_its_links_with_it(rabbit: Broker) -> None:
     async def main() -> None:
         async with asyncio.timeout(60):
-            near, far = [await address.connect(address.Address(*access(rabbit)), name) for name in "ab"]
+            near, far = [await address.connect(access(rabbit), name) for name in "ab"]
             door = f"splitlm.{secrets.token_hex(4)}"
             listener = await rabbitmq.listen(far, door, Identity(claims("b")), "control")
             a = await rabbitmq.connect(near, door, Identity(claims("a")), "control", deadline_s=10, who="b")

@@ -7,7 +7,6 @@ import os
 import shutil
 import signal
 import socket
-import ssl
 import subprocess
 import tempfile
 import time
@@ -15,6 +14,7 @@ import uuid
 from collections.abc import Sequence
 from pathlib import Path
 
+from splitlm.bus.address import Address
 from splitlm.wire.tls import load
 from tests.link.certificates import folders
 
@@ -23,6 +23,7 @@ SERVER = Path("/usr/lib/rabbitmq/bin/rabbitmq-server")
 START_S = 90.0
 STOP_S = 30.0
 ASK = "exec 3<>/dev/tcp/127.0.0.1/{port}; printf 'AMQP\\0\\0\\11\\1' >&3; head -c1 <&3"
+HERE = "127.0.0.1"
 GREETING = b"AMQP\x00\x00\x09\x01"
 
 
@@ -154,8 +155,8 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def access(broker: Broker, *, tls: bool = False) -> tuple[str, int, str, str, str, ssl.SSLContext | None]:
-    """The first arguments of ``RabbitHub.open`` and ``RabbitSpoke.open``."""
-    if not tls:
-        return "127.0.0.1", broker.port, "guest", "guest", "/", None
-    return "127.0.0.1", broker.tls_port, "guest", "guest", "/", load(folders() / "good" / "a", check_host=True).dialling
+def access(broker: Broker, *, tls: bool = False, password: str = "guest", virtual_host: str = "/") -> Address:
+    """The broker's address, at its plain port or at the one with TLS."""
+    context = load(folders() / "good" / "a", check_host=True).dialling if tls else None
+    port = broker.tls_port if tls else broker.port
+    return Address(HERE, port, password=password, virtual_host=virtual_host, tls=context)

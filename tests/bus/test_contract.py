@@ -19,7 +19,7 @@ from splitlm.core.messages import MAX_MESSAGE_BYTES, Stop, Trouble
 from splitlm.link import memory, tcp
 from splitlm.wire.frame import PROTOCOL
 from splitlm.wire.handshake import Claims, Identity
-from tests.bus.server import Broker, access
+from tests.bus.server import HERE, Broker, access
 
 Join = Callable[[str], Awaitable[Spoke]]
 KINDS = ("double", "memory", "tcp", "amqp", "amqps")
@@ -75,11 +75,11 @@ async def world(at: World) -> AsyncIterator[tuple[Hub, Join]]:
 
     elif at.broker is not None:
         run_name = secrets.token_hex(4)
-        hub = await RabbitHub.open(*access(at.broker, tls=at.kind == "amqps"), run_name)
+        hub = await RabbitHub.open(access(at.broker, tls=at.kind == "amqps"), run_name, HERE)
         broker = at.broker
 
         async def join(name: str) -> Spoke:
-            spokes.append(await RabbitSpoke.open(*access(broker, tls=at.kind == "amqps"), run_name, name))
+            spokes.append(await RabbitSpoke.open(access(broker, tls=at.kind == "amqps"), run_name, name, HERE))
             return spokes[-1]
 
     else:

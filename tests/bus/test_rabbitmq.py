@@ -13,6 +13,7 @@ from collections.abc import Awaitable, Callable
 import aio_pika
 import pytest
 
+from splitlm.bus.address import Address
 from splitlm.bus.base import PeerCame, PeerGone
 from splitlm.bus.letter import Count, Letter, hub_queue, read, spoke_queue
 from splitlm.bus.rabbitmq import RabbitHub, RabbitSpoke
@@ -26,7 +27,7 @@ from splitlm.core.errors import (
     UsageError,
 )
 from splitlm.core.messages import Stop, Trouble
-from tests.bus.server import Broker, access
+from tests.bus.server import HERE, Broker, access
 from tests.link.certificates import folders, good, unchecked
 
 BEAT, SILENCE = 0.1, 1.5
@@ -37,7 +38,7 @@ def note(number: int) -> Trouble:
 
 
 def fails(
-    place: tuple[str, int, str, str, str, ssl.SSLContext | None],
+    place: Address,
     caplog: pytest.LogCaptureFixture,
     alike: type[NetworkError] | None = None,
 ) -> NetworkError:
@@ -47,9 +48,9 @@ def fails(
         before = asyncio.all_tasks()
         began = time.monotonic()
         with pytest.raises(NetworkError) as caught:
-            await RabbitHub.open(*place, "run")
+            await RabbitHub.open(place, "run", HERE)
         with pytest.raises(alike or type(caught.value)):
-            await RabbitSpoke.open(*place, "run", "node", deadline_s=30)
+            await RabbitSpoke.open(place, "run", "node", HERE, deadline_s=30)
         assert time.monotonic() - began < 20
         await asyncio.sleep(0)
         assert asyncio.all_tasks() == before
@@ -57,7 +58,7 @@ def fails(
 
     error = asyncio.run(main())
     text = str(error)
-    assert f"{place[0]}:{place[1]}" in text and "\n" not in text and error.exit_code == 3
+    assert str(place) in text and "\n" not in text and error.exit_code == 3
     assert "hunter2" not in text + repr(error) + caplog.text
     return error
 
@@ -66,41 +67,42 @@ def test_an_absent_broker_is_named_with_what_to_check(caplog: pytest.LogCaptureF
     with socket.socket() as silent:
         silent.bind(("127.0.0.1", 0))
         port = silent.getsockname()[1]
-        error = fails(("127.0.0.1", port, "guest", "hunter2", "/", None), caplog)
+        error = fails(Address(HERE, port, password="hunter2"), caplog)
     assert isinstance(error, PeerMissingError)
     assert "cannot be reached" in str(error) and "rabbit.port" in str(error)
 
 
-def test_a_host_that_is_not_found(caplog: pytest.LogCaptureFixture) -> None:
-    error = fails(("no.such.host.invalid", 5672, "guest", "hunter2", "/", None), caplog)
+@pytest.mark.parametrize("host", ["no.such.host.invalid", "no..host", "h" * 70])
+def test_a_host_that_is_not_found(host: str, caplog: pytest.LogCaptureFixture) -> None:
+    error = fails(Address(host, 5672, password="hunter2"), caplog)
     assert "rabbit.address" in str(error)
 
 
 def test_a_wrong_password_is_refused_and_not_shown(rabbit: Broker, caplog: pytest.LogCaptureFixture) -> None:
-    error = fails(("127.0.0.1", rabbit.port, "guest", "hunter2", "/", None), caplog)
+    error = fails(access(rabbit, password="hunter2"), caplog)
     assert isinstance(error, PeerRefusedError)
     assert "refused the user 'guest'" in str(error) and "rabbit.password" in str(error)
 
 
 def test_an_unknown_virtual_host_is_named(rabbit: Broker, caplog: pytest.LogCaptureFixture) -> None:
-    error = fails(("127.0.0.1", rabbit.port, "guest", "guest", "nowhere", None), caplog)
+    error = fails(access(rabbit, virtual_host="nowhere"), caplog)
     assert isinstance(error, PeerRefusedError)
     assert "'nowhere'" in str(error) and "rabbit.virtual-host" in str(error)
 
 
 def test_a_plain_client_at_the_tls_port(rabbit: Broker, caplog: pytest.LogCaptureFixture) -> None:
-    error = fails(("127.0.0.1", rabbit.tls_port, "guest", "guest", "/", None), caplog)
+    error = fails(Address(HERE, rabbit.tls_port), caplog)
     assert "rabbit.tls" in str(error)
 
 
 def test_a_tls_client_at_the_plain_port(rabbit: Broker, caplog: pytest.LogCaptureFixture) -> None:
-    error = fails(("127.0.0.1", rabbit.port, "guest", "guest", "/", good().dialling), caplog)
+    error = fails(Address(HERE, rabbit.port, tls=good().dialling), caplog)
     assert "TLS" in str(error)
 
 
 def test_a_broker_of_another_authority_is_refused(rabbit: Broker, caplog: pytest.LogCaptureFixture) -> None:
     wrong = unchecked("good/a", ssl.PROTOCOL_TLS_CLIENT, trust="other/a")
-    error = fails(("127.0.0.1", rabbit.tls_port, "guest", "guest", "/", wrong), caplog)
+    error = fails(Address(HERE, rabbit.tls_port, tls=wrong), caplog)
     assert isinstance(error, PeerRefusedError)
     assert "is not signed by our CA" in str(error)
 
@@ -108,7 +110,7 @@ def test_a_broker_of_another_authority_is_refused(rabbit: Broker, caplog: pytest
 def test_a_broker_that_refuses_our_certificate(rabbit: Broker, caplog: pytest.LogCaptureFixture) -> None:
     wrong = unchecked("other/a", ssl.PROTOCOL_TLS_CLIENT)
     # TLS 1.3 refuses a client after its handshake: whether its reason or its end is read first is chance.
-    error = fails(("127.0.0.1", rabbit.tls_port, "guest", "guest", "/", wrong), caplog, NetworkError)
+    error = fails(Address(HERE, rabbit.tls_port, tls=wrong), caplog, NetworkError)
     assert "certificate" in str(error)
 
 
@@ -121,7 +123,7 @@ def test_what_is_no_broker(caplog: pytest.LogCaptureFixture) -> None:
         server = await asyncio.start_server(answer, "127.0.0.1", 0)
         port = server.sockets[0].getsockname()[1]
         with pytest.raises(NetworkError, match="no RabbitMQ broker"):
-            await RabbitHub.open("127.0.0.1", port, "guest", "hunter2", "/", None, "run")
+            await RabbitHub.open(Address(HERE, port, password="hunter2"), "run", HERE)
         server.close()
 
     asyncio.run(main())
@@ -130,7 +132,7 @@ def test_what_is_no_broker(caplog: pytest.LogCaptureFixture) -> None:
 def test_a_spoke_names_the_hub_that_never_came(rabbit: Broker) -> None:
     async def main() -> None:
         with pytest.raises(PeerMissingError, match=r"node 1 waited 0\.3 s for the hub of run lonely"):
-            await RabbitSpoke.open(*access(rabbit), "lonely", "node 1", deadline_s=0.3)
+            await RabbitSpoke.open(access(rabbit), "lonely", "node 1", HERE, deadline_s=0.3)
 
     asyncio.run(main())
 
@@ -139,10 +141,10 @@ def test_a_spoke_may_come_before_the_hub(rabbit: Broker) -> None:
     run = secrets.token_hex(4)
 
     async def main() -> None:
-        joining = asyncio.create_task(RabbitSpoke.open(*access(rabbit), run, "early", deadline_s=20))
+        joining = asyncio.create_task(RabbitSpoke.open(access(rabbit), run, "early", HERE, deadline_s=20))
         await asyncio.sleep(0.2)
         assert not joining.done()
-        hub = await RabbitHub.open(*access(rabbit), run)
+        hub = await RabbitHub.open(access(rabbit), run, HERE)
         spoke = await joining
         assert isinstance((await hub.receive())[1], PeerCame)
         await asyncio.gather(hub.close(), spoke.close())
@@ -154,11 +156,11 @@ def test_a_second_hub_of_one_run_is_refused(rabbit: Broker) -> None:
     run = secrets.token_hex(4)
 
     async def main() -> None:
-        hub = await RabbitHub.open(*access(rabbit), run)
-        spoke = await RabbitSpoke.open(*access(rabbit), run, "one")
+        hub = await RabbitHub.open(access(rabbit), run, HERE)
+        spoke = await RabbitSpoke.open(access(rabbit), run, "one", HERE)
         peer, _ = await hub.receive()
         with pytest.raises(AddressBusyError, match="Another process uses the queue of this run"):
-            await RabbitHub.open(*access(rabbit), run)
+            await RabbitHub.open(access(rabbit), run, HERE)
         await hub.send(peer, Stop("still here"))
         assert await spoke.receive() == Stop("still here")
         await asyncio.gather(hub.close(), spoke.close())
@@ -177,8 +179,8 @@ def test_only_queues_of_the_run_are_emptied_and_none_is_left(rabbit: Broker) -> 
         for name, arguments in ((foreign, {}), (sibling, expires), (stale, expires)):
             await channel.declare_queue(name, durable=True, arguments=arguments)
             await channel.default_exchange.publish(aio_pika.Message(b"keep"), routing_key=name)
-        hub = await RabbitHub.open(*access(rabbit), run)
-        spoke = await RabbitSpoke.open(*access(rabbit), run, "one")
+        hub = await RabbitHub.open(access(rabbit), run, HERE)
+        spoke = await RabbitSpoke.open(access(rabbit), run, "one", HERE)
         peer, came = await hub.receive()
         assert isinstance(came, PeerCame)  # and nothing of what the old run had left
         await hub.send(peer, Stop())
@@ -202,8 +204,8 @@ def story(rabbit: Broker, told: Callable[[RabbitHub, RabbitSpoke, str], Awaitabl
         before = asyncio.all_tasks()
         async with asyncio.timeout(150):
             times = {"heartbeat_s": BEAT, "timeout_s": SILENCE}
-            hub = await RabbitHub.open(*access(rabbit), run, **times)
-            spoke = await RabbitSpoke.open(*access(rabbit), run, "one", heartbeat_s=beat, timeout_s=SILENCE)
+            hub = await RabbitHub.open(access(rabbit), run, HERE, **times)
+            spoke = await RabbitSpoke.open(access(rabbit), run, "one", HERE, heartbeat_s=beat, timeout_s=SILENCE)
             peer, _ = await hub.receive()
             try:
                 await told(hub, spoke, peer)
@@ -318,8 +320,8 @@ def test_a_broker_that_does_not_come_back_ends_both_sides(rabbit: Broker) -> Non
     run = secrets.token_hex(4)
 
     async def main() -> None:
-        hub = await RabbitHub.open(*access(rabbit), run, outage_s=1)
-        spoke = await RabbitSpoke.open(*access(rabbit), run, "one", outage_s=1)
+        hub = await RabbitHub.open(access(rabbit), run, HERE, outage_s=1)
+        spoke = await RabbitSpoke.open(access(rabbit), run, "one", HERE, outage_s=1)
         await hub.receive()
         await asyncio.to_thread(rabbit.stop)
         _, gone = await hub.receive()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import socket
 import ssl
 from dataclasses import dataclass, field
 
@@ -62,7 +61,7 @@ async def connect(where: Address, name: str) -> aio_pika.abc.AbstractConnection:
         raise PeerMissingError(
             f"The broker did not answer within {CONNECT_S:g} s", where=str(where), expected="RabbitMQ"
         ) from None
-    except amqp.CONNECTION_EXCEPTIONS as error:
+    except (UnicodeError, *amqp.CONNECTION_EXCEPTIONS) as error:  # the first is a host that can be no name
         raise refused(error, where) from None
 
 
@@ -125,16 +124,3 @@ def _no_broker(where: Address) -> ProtocolError:
         remedy="Check rabbit.address and rabbit.port, and "
         + ("that the broker knows the CA of our certificate" if tls else "rabbit.tls where the broker wants it"),
     )
-
-
-async def facing(address: Address) -> str:
-    """This machine's address on the way to the broker: what others are to call it by. Nothing is sent."""
-    try:
-        found = await asyncio.get_running_loop().getaddrinfo(address.host, address.port, type=socket.SOCK_DGRAM)
-        with socket.socket(found[0][0], socket.SOCK_DGRAM) as probe:
-            probe.connect(found[0][4])
-            return str(probe.getsockname()[0])
-    except (OSError, UnicodeError) as error:
-        raise PeerMissingError(
-            f"The broker's host cannot be found ({error})", where=str(address), remedy="Check rabbit.address"
-        ) from None

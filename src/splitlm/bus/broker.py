@@ -17,7 +17,7 @@ from typing import Any
 import aio_pika
 from aio_pika.exceptions import CONNECTION_EXCEPTIONS, DeliveryError, PublishError
 
-from splitlm.bus.address import CONNECT_S, Address, connect, facing, refused
+from splitlm.bus.address import CONNECT_S, Address, connect, refused
 from splitlm.bus.letter import Letter, read
 from splitlm.bus.line import cancel
 from splitlm.core.errors import NetworkError, PeerLostError, PeerMissingError, ProtocolError
@@ -51,7 +51,6 @@ class Broker:
         failed: Callable[[NetworkError], Awaitable[None]],
         outage_s: float = OUTAGE_S,
     ) -> None:
-        self.local_host = ""
         self.up_since = 0.0
         self._address, self._queue, self._heard, self._failed = address, queue, heard, failed
         self._outage_s = outage_s
@@ -84,7 +83,6 @@ class Broker:
             PeerRefusedError: it does not let us in.
             AddressBusyError: another process uses our queue.
         """
-        self.local_host = await facing(self._address)
         try:
             await self._dial(fresh=True)
         except BaseException:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-import ssl
 
 from splitlm.bus.address import Address
 from splitlm.bus.broker import OUTAGE_S, Broker
@@ -24,9 +23,9 @@ class RabbitSpoke:
     """A ``Spoke`` (bus/base.py). Made by ``open``."""
 
     def __init__(
-        self, address: Address, run: str, name: str, heartbeat_s: float, timeout_s: float, outage_s: float
+        self, address: Address, run: str, name: str, host: str, heartbeat_s: float, timeout_s: float, outage_s: float
     ) -> None:
-        self._address, self._run, self._name = address, run, name
+        self._address, self._run, self._name, self._host = address, run, name, host
         self._heartbeat_s, self._timeout_s = heartbeat_s, timeout_s
         self._loop = asyncio.get_running_loop()
         number, now = secrets.token_hex(8), self._loop.time()
@@ -41,14 +40,10 @@ class RabbitSpoke:
     @classmethod
     async def open(
         cls,
-        address: str,
-        port: int,
-        username: str,
-        password: str,
-        virtual_host: str,
-        tls: ssl.SSLContext | None,
+        where: Address,
         run: str,
         name: str,
+        host: str,
         *,
         deadline_s: float = DEADLINE_S,
         heartbeat_s: float = HEARTBEAT_S,
@@ -58,7 +53,10 @@ class RabbitSpoke:
         """Join the hub of a run, and wait for it while it is not up yet; see ``RabbitHub.open``.
 
         Args:
+            where: the broker.
+            run: its name.
             name: what this node calls itself.
+            host: what others are to call this machine.
             deadline_s: how long to wait for the hub.
 
         Raises:
@@ -66,8 +64,7 @@ class RabbitSpoke:
             PeerMissingError: the hub did not answer before the deadline, or there is no broker.
             NetworkError: the broker does not let us in.
         """
-        where = Address(address, port, username, password, virtual_host, tls)
-        spoke = cls(where, run, name, heartbeat_s, timeout_s, outage_s)
+        spoke = cls(where, run, name, host, heartbeat_s, timeout_s, outage_s)
         await spoke._broker.open()
         try:
             await spoke._join(deadline_s)
@@ -79,7 +76,7 @@ class RabbitSpoke:
 
     @property
     def hub_host(self) -> str:
-        """The hub's host, as it calls itself on the way to the broker."""
+        """The hub's host, as it calls itself."""
         return self._welcomed.result()
 
     async def send(self, message: messages.Message) -> None:
@@ -132,7 +129,7 @@ class RabbitSpoke:
         try:
             async with asyncio.timeout(deadline_s):
                 while not self._welcomed.done():
-                    hello = Letter(kind="hello", peer=self._half.peer, name=self._name, host=self._broker.local_host)
+                    hello = Letter(kind="hello", peer=self._half.peer, name=self._name, host=self._host)
                     await asyncio.shield(self._broker.post(self._half.queue, hello))
                     await asyncio.wait({self._welcomed}, timeout=HELLO_S)
         except TimeoutError:

@@ -7,7 +7,6 @@ sides send a sign of life when they have nothing else to say; a side that cannot
 from __future__ import annotations
 
 import asyncio
-import ssl
 from dataclasses import dataclass
 from itertools import count
 
@@ -38,8 +37,10 @@ class _Peer:
 class RabbitHub:
     """A ``Hub`` (bus/base.py). Made by ``open``."""
 
-    def __init__(self, address: Address, run: str, heartbeat_s: float, timeout_s: float, outage_s: float) -> None:
-        self.host = ""
+    def __init__(
+        self, address: Address, run: str, host: str, heartbeat_s: float, timeout_s: float, outage_s: float
+    ) -> None:
+        self.host = host
         """What spokes call this machine."""
         self._run, self._address = run, address
         self._heartbeat_s, self._timeout_s = heartbeat_s, timeout_s
@@ -57,35 +58,28 @@ class RabbitHub:
     @classmethod
     async def open(
         cls,
-        address: str,
-        port: int,
-        username: str,
-        password: str,
-        virtual_host: str,
-        tls: ssl.SSLContext | None,
+        where: Address,
         run: str,
+        host: str,
         *,
         heartbeat_s: float = HEARTBEAT_S,
         timeout_s: float = TIMEOUT_S,
         outage_s: float = OUTAGE_S,
-        host: str = "",
     ) -> RabbitHub:
         """Be the hub of a run. Only this run's own queue is emptied; the broker's others are not touched.
 
         Args:
-            tls: a dialler's context (``wire.tls``, with ``check_host``); None leaves the connection plain.
+            where: the broker.
             run: its name, the same for all nodes.
+            host: what spokes are to call this machine.
             outage_s: how long the broker may be away before it counts as lost.
-            host: what spokes are to call this machine; empty for its address on the way to the broker.
 
         Raises:
             UsageError: the run has no name, or a long one.
             NetworkError: the broker is not there, does not let us in, or another process is this run's hub.
         """
-        where = Address(address, port, username, password, virtual_host, tls)
-        hub = cls(where, run, heartbeat_s, timeout_s, outage_s)
+        hub = cls(where, run, host, heartbeat_s, timeout_s, outage_s)
         await hub._broker.open()
-        hub.host = host or hub._broker.local_host
         hub._tasks = [asyncio.create_task(hub._tend())]
         return hub
 
@@ -125,7 +119,7 @@ class RabbitHub:
             raise PeerLostError(f"Peer {peer} is gone, and its queue with it", where=self._hosts[peer])
 
     def address(self, peer: str) -> str:
-        """The peer's host, as it calls itself on the way to the broker.
+        """The peer's host, as it calls itself.
 
         Raises:
             PeerLostError: there never was such a peer.

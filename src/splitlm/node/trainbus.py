@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
-import ssl
 from collections.abc import Callable
 
 from splitlm.bus.address import Address
@@ -66,9 +66,8 @@ async def open_rabbit(config: RunConfig, advertise: str) -> RabbitHub:
     """
     where = broker_address(config)
     _caution(where)
-    return await RabbitHub.open(
-        *_access(where), config.name, heartbeat_s=CTRL_TIMEOUT_S / 3, timeout_s=CTRL_TIMEOUT_S, host=advertise
-    )
+    host = advertise or await asyncio.to_thread(facing, where.host)
+    return await RabbitHub.open(where, config.name, host, heartbeat_s=CTRL_TIMEOUT_S / 3, timeout_s=CTRL_TIMEOUT_S)
 
 
 async def join_star(
@@ -103,6 +102,12 @@ async def join_star(
 async def join_rabbit(config: RunConfig, name: str, host: str, deadline_s: float) -> RabbitSpoke:
     """A party's way to the coordinator of the run ``config.name`` through the broker.
 
+    Args:
+        config: of the run, with this machine's own ``rabbit`` and ``security.certs``.
+        name: what the party calls itself.
+        host: what others are to call this machine; empty for its address on the way to the broker.
+        deadline_s: how long to wait for the coordinator.
+
     Raises:
         UsageError: the certificates for the broker are no good.
         NetworkError: the broker is not there or does not let us in, or the coordinator did not come, or calls itself
@@ -110,15 +115,17 @@ async def join_rabbit(config: RunConfig, name: str, host: str, deadline_s: float
     """
     where = broker_address(config)
     _caution(where)
+    host = host or await asyncio.to_thread(facing, where.host)
     spoke = await RabbitSpoke.open(
-        *_access(where),
+        where,
         config.name,
         name,
+        host,
         deadline_s=deadline_s,
         heartbeat_s=CTRL_TIMEOUT_S / 3,
         timeout_s=CTRL_TIMEOUT_S,
     )
-    if loopback(spoke.hub_host) and not loopback(host or facing(where.host)):
+    if loopback(spoke.hub_host) and not loopback(host):
         await spoke.close()
         raise NetworkError(
             f"The coordinator calls itself {spoke.hub_host}, where only its own machine reaches it",
@@ -127,10 +134,6 @@ async def join_rabbit(config: RunConfig, name: str, host: str, deadline_s: float
             remedy="Start the coordinator with --advertise and its network address",
         )
     return spoke
-
-
-def _access(where: Address) -> tuple[str, int, str, str, str, ssl.SSLContext | None]:
-    return where.host, where.port, where.username, where.password, where.virtual_host, where.tls
 
 
 def _caution(where: Address) -> None:
