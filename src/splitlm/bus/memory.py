@@ -9,6 +9,7 @@ import asyncio
 from itertools import count
 
 from splitlm.bus.base import Event, PeerCame, PeerGone
+from splitlm.bus.inbox import Inbox
 from splitlm.core import messages
 from splitlm.core.errors import NetworkError, PeerLostError
 
@@ -102,8 +103,7 @@ class MemorySpoke:
         self.peer = peer
         self.gone = False
         self._hub, self._name = hub, name
-        self._error: NetworkError | None = None
-        self._inbox: asyncio.Queue[messages.Any | NetworkError] = asyncio.Queue()
+        self._inbox = Inbox()
 
     async def send(self, message: messages.Message) -> None:
         """Say something to the hub.
@@ -123,12 +123,7 @@ class MemorySpoke:
         Raises:
             PeerLostError: the hub is gone.
         """
-        if self._error is None:
-            came = await self._inbox.get()
-            if not isinstance(came, NetworkError):
-                return came
-            self._error = came
-        raise self._error
+        return await self._inbox.receive()
 
     async def close(self) -> None:
         """Leave."""
@@ -138,14 +133,14 @@ class MemorySpoke:
         """Be lost to the hub for this reason: how tests play a killed or silent node."""
         if not self.gone:
             self._hub.tell(self.peer, PeerGone(self._name, reason, silent_s))
-            self._error = PeerLostError("The line was closed by this side", where="memory")
-            self.end(self._error)
+            self.gone = True
+            self._inbox.shut(PeerLostError("The line was closed by this side", where="memory"))
 
     def tell(self, message: messages.Any) -> None:
         """Queue a message of the hub."""
-        self._inbox.put_nowait(message)
+        self._inbox.put_now(message)
 
     def end(self, error: NetworkError) -> None:
         """Receive nothing after what is queued, then this error."""
         self.gone = True
-        self._inbox.put_nowait(error)
+        self._inbox.put_now(error)

@@ -8,6 +8,7 @@ import secrets
 from splitlm.bus.address import Address
 from splitlm.bus.broker import OUTAGE_S, Broker
 from splitlm.bus.half import Half, flushed, silence
+from splitlm.bus.inbox import Inbox
 from splitlm.bus.letter import Letter, hub_queue, spoke_queue
 from splitlm.bus.line import HEARTBEAT_S, TIMEOUT_S, cancel
 from splitlm.bus.star import MAX_WAITING
@@ -31,10 +32,9 @@ class RabbitSpoke:
         number, now = secrets.token_hex(8), self._loop.time()
         self._half = Half(number, hub_queue(run), now, now)
         self._broker = Broker(address, spoke_queue(run, name, number), self._heard, self._end, outage_s)
-        self._inbox: asyncio.Queue[messages.Any | NetworkError] = asyncio.Queue(MAX_WAITING)
+        self._inbox = Inbox(MAX_WAITING)
         self._welcomed: asyncio.Future[str] = self._loop.create_future()
         self._error: NetworkError | None = None
-        self._told: NetworkError | None = None
         self._tasks: list[asyncio.Task[None]] = []
 
     @classmethod
@@ -102,12 +102,7 @@ class RabbitSpoke:
             PeerLostError: the hub is gone, or was silent for too long.
             ProtocolError: the hub sent what is not a message.
         """
-        if self._told is None:
-            came = await self._inbox.get()
-            if not isinstance(came, NetworkError):
-                return came
-            self._told = came
-        raise self._told
+        return await self._inbox.receive()
 
     async def close(self) -> None:
         """Leave."""
@@ -119,11 +114,7 @@ class RabbitSpoke:
         if first:
             await flushed(self._broker.post(self._half.queue, self._half.next("bye", self._loop.time())))
         await self._broker.close()
-        if self._told is None:
-            self._told = self._error
-        while not self._inbox.empty():
-            self._inbox.get_nowait()
-        self._inbox.put_nowait(self._told)
+        self._inbox.shut(self._error)
 
     async def _join(self, deadline_s: float) -> None:
         try:

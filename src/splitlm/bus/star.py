@@ -6,6 +6,7 @@ import asyncio
 from itertools import count
 
 from splitlm.bus.base import Event, PeerCame, PeerGone
+from splitlm.bus.inbox import Inbox
 from splitlm.bus.line import HEARTBEAT_S, TIMEOUT_S, Line, cancel
 from splitlm.core import messages
 from splitlm.core.errors import NetworkError, PeerLostError
@@ -121,8 +122,7 @@ class StarSpoke:
     """A ``Spoke`` (bus/base.py) over one channel, which it owns. To be made in a running event loop."""
 
     def __init__(self, channel: Channel, *, heartbeat_s: float = HEARTBEAT_S, timeout_s: float = TIMEOUT_S) -> None:
-        self._inbox: asyncio.Queue[messages.Any | NetworkError] = asyncio.Queue(MAX_WAITING)
-        self._error: NetworkError | None = None
+        self._inbox = Inbox(MAX_WAITING)
         self._line = Line(channel, self._inbox.put, self._lost, heartbeat_s, timeout_s)
 
     @property
@@ -146,21 +146,12 @@ class StarSpoke:
             PeerLostError: the hub is gone, or was silent for too long.
             ProtocolError: the hub sent what is not a message.
         """
-        if self._error is None:
-            came = await self._inbox.get()
-            if not isinstance(came, NetworkError):
-                return came
-            self._error = came
-        raise self._error
+        return await self._inbox.receive()
 
     async def close(self) -> None:
         """Leave."""
-        if self._error is None:
-            self._error = PeerLostError("The line was closed by this side", where=self._line.channel.peer)
         await self._line.close()
-        while not self._inbox.empty():
-            self._inbox.get_nowait()
-        self._inbox.put_nowait(self._error)
+        self._inbox.shut(PeerLostError("The line was closed by this side", where=self._line.channel.peer))
 
     async def _lost(self, error: NetworkError, _silent_s: float) -> None:
         await self._inbox.put(error)
