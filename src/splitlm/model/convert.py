@@ -131,9 +131,16 @@ def _write(source: Path, target: Path) -> None:
     from safetensors import SafetensorError
     from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
+    from splitlm.model.border import foreign
+
     folder, name = str(source.parent), source.name
     with _quiet():
-        try:
+        with foreign(
+            "transformers cannot convert this GGUF file",
+            str(source),
+            "an architecture and quantization that transformers reads",
+            "Give the model's safetensors directory or hub id instead",
+        ):
             tokenizer = AutoTokenizer.from_pretrained(folder, gguf_file=name, local_files_only=True)
             model = AutoModelForCausalLM.from_pretrained(
                 folder,
@@ -142,14 +149,6 @@ def _write(source: Path, target: Path) -> None:
                 quantization_config=GgufConfig(dequantize=True),
                 local_files_only=True,
             )
-        except (ValueError, LookupError, TypeError, RuntimeError, ImportError, OSError) as error:
-            reason = " ".join(str(error).split())[:300]
-            raise CheckpointError(
-                f"transformers cannot convert this GGUF file ({type(error).__name__}: {reason})",
-                where=str(source),
-                expected="an architecture and quantization that transformers reads",
-                remedy="Give the model's safetensors directory or hub id instead",
-            ) from error
         try:
             tokenizer.save_pretrained(target)
             model.save_pretrained(target)
