@@ -174,6 +174,20 @@ def test_a_run_is_gone_on_with_by_its_folder_alone(tmp_path: Path) -> None:
         refused(run(verb, "--resume", tmp_path / "none"), 2, "no run here", "--resume", "none")
 
 
+def test_a_worker_averages_in_the_coordinators_place(tmp_path: Path) -> None:
+    changes = ["server.clients=[1,2]", "server.global-round=1", "server.aggregator=worker-1"]
+    changes.append("server.data-distribution.num-sample=32")
+    options = [word for change in changes for word in ("--set", change)]
+    folder = tmp_path / "run"
+    done = run("train", CONFIGS / "demo-ushape.yaml", "--local", "--folder", folder, *options, "--json")
+    assert done.code == 0, done.err
+    found = json.loads(done.out)
+    assert found["samples"] == 32 and "central_accuracy" in found["scores"]
+    assert Path(found["output"]).samefile(folder / "model") and (folder / "model" / "model.safetensors").is_file()
+    logs = {name: (folder / f"{name}.log").read_text() for name in ("worker-0", "worker-1")}
+    assert ["the model of each round is written to" in log for log in logs.values()].count(True) == 1
+
+
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
@@ -185,7 +199,7 @@ def test_a_run_is_gone_on_with_by_its_folder_alone(tmp_path: Path) -> None:
         (["server.architecture=two-stage", "server.clients=[1,2]"], ("server.clients", "two-stage", "[n, 1]")),
         (["server.architecture=w-shape"], ("server.architecture", "u-shape")),
         (["batch-size"], ("--set", "KEY=VALUE")),
-        (["server.aggregator=elsewhere"], ("server.aggregator", "elsewhere", "coordinator")),
+        (["server.aggregator=owner-0"], ("server.aggregator", "owner-0", "worker-0")),
         (["server.model-path=/nonexistent/model"], ("/nonexistent/model",)),
     ],
 )

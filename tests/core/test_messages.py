@@ -49,6 +49,7 @@ def example(kind: type[Message]) -> Message:
         list[training.SavedFile]: [training.SavedFile("name", 1, "digest")],
         tuple[str, int]: ("host", 1),
         tuple[training.Role, int]: ("worker", 1),
+        list[tuple[training.Role, int]]: [("worker", 1), ("owner", 0)],
         list[int]: [1, 2],
         list[training.Peer]: [training.Peer(1, "host", 2, 3, 1.5)],
         list[training.Share]: [training.Share(0, [1], 2)],

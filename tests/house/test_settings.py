@@ -36,6 +36,7 @@ THROUGH: Mapping[str, frozenset[str]] = {
     "Server.architecture": frozenset({"shape"}),
     "Server.model": frozenset({"n_block"}),
     "Server.bus": frozenset({"bus"}),
+    "Server.aggregator": frozenset({"averages_at"}),
     "ModelLimit.n_block": frozenset({"n_block"}),
     "Rabbit.port": frozenset({"reached_at"}),
     "UShape.worker_max_inflight": frozenset({"credit"}),

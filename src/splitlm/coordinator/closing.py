@@ -41,7 +41,7 @@ class Closing:
                     standing.notified[member.who] = said
                 case training.Stepped():
                     run.stepped(member, said)
-                case other if not _of_a_window(other):
+                case other if not of_a_window(other):
                     raise ProtocolError(f"{member} sent {type(other).__name__}", expected="Notify")
 
     async def averaged(self) -> dict[str, Any]:
@@ -60,7 +60,7 @@ class Closing:
             match said:
                 case training.Saved():
                     saved[member.who] = said
-                case other if not _of_a_window(other):
+                case other if not of_a_window(other):
                     raise ProtocolError(f"{member} sent {type(other).__name__}", expected="Saved")
         saved = {who: said for who, said in saved.items() if run.members.by_who(who) is not None}
         counted = await self._aggregator.complete(standing.round, saved)
@@ -68,7 +68,7 @@ class Closing:
         return standing.row(any(member.loaded.token_loss for member in run.members))
 
 
-def _of_a_window(said: messages.Message) -> bool:
+def of_a_window(said: messages.Message) -> bool:
     """Whether this is of a window's barrier: once no window is open, it is late, and of an attempt that is over."""
     match said:
         case messages.Prepared() | messages.Nack() | messages.Done() | training.Plan():

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from splitlm.core import training
+from splitlm.core.errors import UsageError
 from splitlm.core.heard import Heard
 from splitlm.core.shape import Role
 
@@ -78,6 +79,25 @@ class Members:
     def drop(self, member: Member) -> None:
         """It is gone."""
         self._of.pop(member.peer, None)
+
+    def at(self, node: str) -> Member:
+        """The worker of a node: the first on a host of that name, or the one of that number (``worker-1``).
+
+        Raises:
+            UsageError: there is none.
+        """
+        workers = self.of("worker")
+        hosts = [member.name.partition(" ")[2].rpartition(":")[0] for member in workers]
+        by_host = (member for member, host in zip(workers, hosts, strict=True) if host == node)
+        by_number = (member for member in workers if f"worker-{member.who[1]}" == node)
+        if (found := next(by_host, None) or next(by_number, None)) is None:
+            raise UsageError(
+                f"No worker of this run is {node[:60]!r}",
+                where="server.aggregator",
+                expected=f"worker-0{f' to worker-{len(workers) - 1}' * (len(workers) > 1)}, or "
+                f"{' or '.join(sorted(set(hosts)))}, where the workers are",
+            )
+        return found
 
     def blamed(self, accuser: Member, suspect: Who, text: str) -> Lost | None:
         """Who is to go when one party cannot reach another; None where that one is gone already.

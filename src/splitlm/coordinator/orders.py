@@ -50,7 +50,8 @@ class Orders:
         settings: of the run, for every party.
         run: its number, to be claimed on links.
         classes: of a classifier's head.
-        aggregator: where states go.
+        aggregator: where states go; nothing where a worker averages.
+        averages: the node of that worker (``Members.at``); empty where the coordinator's process averages.
         first: the round to begin with.
         resume: the last complete round, or −1.
         stored: of that round: each party's files, by ``stored_name``.
@@ -68,6 +69,7 @@ class Orders:
     run: str
     classes: int = 0
     aggregator: tuple[str, int] = ("", 0)
+    averages: str = ""
     first: int = 0
     resume: int = -1
     stored: Mapping[str, list[training.SavedFile]] = field(default_factory=dict)

@@ -58,6 +58,8 @@ class Training:
         self._full = False
         self._unheard: list[Lost] = []
         self.speeds: dict[int, float] = {}
+        self.averages: Member | None = None
+        """The worker that averages, where one does."""
         self._classes = orders.classes
         self.begun: Callable[[int], None] = lambda _: None
         """Told the number of classes once all parties are here."""
@@ -95,9 +97,9 @@ class Training:
 
     async def _stop(self, reason: str) -> None:
         for member in self.members:
-            await self._tell(member, messages.Stop(reason[:REASON]))
+            await self.tell(member, messages.Stop(reason[:REASON]))
 
-    async def _tell(self, member: Member, message: messages.Message) -> None:
+    async def tell(self, member: Member, message: messages.Message) -> None:
         """Say something to a party; one that is gone is heard of by ``hear``."""
         try:
             async with asyncio.timeout(self.orders.timeout_s):
@@ -111,7 +113,7 @@ class Training:
     async def tell_all(self, message: messages.Message) -> None:
         """Say something to every party that is left."""
         for member in self.members:
-            await self._tell(member, message)
+            await self.tell(member, message)
 
     async def hear(self, deadline_s: float, awaited: str, *, relay: bool = False) -> tuple[Member, Any]:
         """The next message of a party. While one says that it is at work, all are waited for anew.
@@ -155,7 +157,7 @@ class Training:
                                 limit.reschedule(asyncio.get_running_loop().time() + deadline_s)
                             if relay and member is not None and member.who[0] == "worker":
                                 for owner in self.members.of("owner"):
-                                    await self._tell(owner, event)
+                                    await self.tell(owner, event)
                         case other if member is not None and not member.heard.repeats(other):
                             return member, other
         except TimeoutError:
@@ -195,6 +197,7 @@ class Training:
     async def _begin(self) -> None:
         """Everyone builds its parts, and links to the others. Who is lost here ends the run: nothing has begun."""
         orders = self.orders
+        self.averages = self.members.at(orders.averages) if orders.averages else None
         try:
             for member in self.members:
                 start = training.Start(
@@ -207,8 +210,9 @@ class Training:
                     orders.aggregator,
                     orders.resume,
                     *orders.stored_for(member.who),
+                    member is self.averages,
                 )
-                await self._tell(member, start)
+                await self.tell(member, start)
             await self._await_all(training.Loaded, "its parts to be built", self._loaded)
             await self._introduce()
         except Lost as lost:
@@ -227,7 +231,7 @@ class Training:
         workers = [
             training.Peer(
                 m.who[1],
-                m.loaded.host or self._hub.address(m.peer),
+                self._host(m),
                 m.loaded.activation,
                 m.loaded.gradient,
                 m.weight,
@@ -235,8 +239,13 @@ class Training:
             for m in self.members.of("worker")
         ]
         await self._aggregator.expect([member.who for member in self.members])
-        await self.tell_all(training.Peers([m.who[1] for m in self.members.of("owner")], workers))
+        at = (self._host(self.averages), self.averages.loaded.state) if self.averages is not None else None
+        await self.tell_all(training.Peers([m.who[1] for m in self.members.of("owner")], workers, at))
         await self._await_all(training.Linked, "its links")
+
+    def _host(self, member: Member) -> str:
+        """Where others reach a party."""
+        return member.loaded.host or self._hub.address(member.peer)
 
     async def _await_all(
         self,
@@ -293,9 +302,10 @@ class Training:
             drift = "; what it learned in this round is lost with it, for body-sync is round"
         self.say(f"{member} was lost ({lost.reason.rstrip('. ')}); {left} left{drift}")
         self._record("lost", {"party": f"{member.who[0]} {member.who[1]}", "reason": lost.reason})
-        if not left:
+        if not left or member is self.averages:
+            what = "which averages for all" if left else f"and no {member.who[0]} is left"
             raise PeerLostError(
-                f"{member} was lost, and no {member.who[0]} is left: {lost.reason.rstrip('. ')}",
+                f"{member} was lost, {what}: {lost.reason.rstrip('. ')}",
                 remedy="Start the parties again and go on with splitlm train --resume",
             )
 

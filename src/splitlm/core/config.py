@@ -90,6 +90,11 @@ class RunConfig(Settings, frozen=True):
         return find_shape(self.server.architecture)
 
     @property
+    def averages_at(self) -> str:
+        """The node that averages; empty for the coordinator's process."""
+        return "" if self.server.aggregator in (None, "coordinator") else str(self.server.aggregator)
+
+    @property
     def n_block(self) -> int | None:
         """How many blocks of the model are used; None for all."""
         return active_blocks(self)

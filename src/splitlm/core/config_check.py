@@ -106,12 +106,12 @@ def _check_names(settings: Settings, where: str) -> None:
             if meant
             else "",
         )
-    if server.aggregator not in (None, "coordinator"):
+    node = server.aggregator
+    if node is not None and (not node.strip() or node.partition("-")[0] == "owner"):
         raise UsageError(
-            f"Averages cannot be taken at {server.aggregator[:60]!r}: an aggregator elsewhere is not built yet",
+            f"Averages cannot be taken at {node[:60]!r}: no owner may see what another one learned",
             where=f"{where}:server.aggregator",
-            expected="coordinator, or nothing: they are taken in the coordinator's process",
-            remedy="Run the coordinator on the machine that is to average",
+            expected="worker-0 or another worker by its number, the host of a worker, or coordinator",
         )
     if any(mark in settings.rabbit.address for mark in "@/") or not settings.rabbit.address.strip():
         raise UsageError(

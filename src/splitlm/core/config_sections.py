@@ -88,7 +88,10 @@ class Server(Section, frozen=True):
     ] = 32
     data_distribution: Annotated[DataDistribution, Meta(description="Which rows each owner gets.")] = DataDistribution()
     random_seed: Annotated[int, Meta(ge=0, le=2**63 - 1, description="Of weights, dropout and the split of data.")] = 1
-    aggregator: Annotated[str | None, Meta(description="Node that averages; null: the coordinator's process.")] = None
+    aggregator: Annotated[
+        str | None,
+        Meta(description="Node that averages: worker-0, or a worker's host; null: the coordinator's process."),
+    ] = None
     bus: Annotated[
         Literal["star", "rabbitmq"] | None,
         Meta(description="How control messages travel; null: star, or the broker where a rabbit section is."),

@@ -19,11 +19,13 @@ class Heard:
     def repeats(self, said: Message) -> bool:
         """Whether this, or a later one of its kind, was heard before; from now on it was."""
         match said:
-            case training.Window() | training.Plan() | training.Opened() | training.Stepped():
+            case training.Window() | training.Plan() | training.Opened() | training.Stepped() | training.Average():
                 number = said.seq
             case messages.Prepared() | messages.Nack() | messages.Done():
                 number = said.seq
             case training.Round() | training.Over() | training.Notify() | training.Gather() | training.Saved():
+                number = said.round
+            case training.Keep() | training.Kept():
                 number = said.round
             case training.Start() | training.Loaded() | training.Peers() | training.Linked():
                 number = 0  # said once in a run

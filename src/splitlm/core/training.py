@@ -57,6 +57,7 @@ class Start(TrainingMessage, frozen=True):
         stored: the party whose files of that round are to be taken: this one, or, where it had no part in the round,
             another of its role, whose weights are the same.
         files: of that party.
+        averages: whether this worker averages for all, in the coordinator's place.
     """
 
     party: int
@@ -69,13 +70,15 @@ class Start(TrainingMessage, frozen=True):
     resume: int = -1
     stored: str = ""
     files: list[SavedFile] = msgspec.field(default_factory=list)
+    averages: bool = False
 
 
 class Loaded(TrainingMessage, frozen=True, tag="trainloaded"):
     """Party to coordinator: my parts are built, and I listen (workers), or my rows are read (owners).
 
     An empty ``host`` means: the address from which you see me. ``token_loss``: an owner's loss is a mean over tokens,
-    of which there is a perplexity. ``rows`` and ``batches`` are an owner's, of the first round.
+    of which there is a perplexity. ``rows`` and ``batches`` are an owner's, of the first round. ``state`` is the port
+    for states of the worker that averages.
     """
 
     host: str = ""
@@ -85,6 +88,7 @@ class Loaded(TrainingMessage, frozen=True, tag="trainloaded"):
     parameters: int = 0
     token_loss: bool = False
     batches: int = 0
+    state: int = 0
 
 
 class Peer(msgspec.Struct, frozen=True):
@@ -98,10 +102,14 @@ class Peer(msgspec.Struct, frozen=True):
 
 
 class Peers(TrainingMessage, frozen=True):
-    """Coordinator to all: these take part from now on; owners dial the workers they have no link to."""
+    """Coordinator to all: these take part from now on; owners dial the workers they have no link to.
+
+    ``aggregator`` is where states go (host and port) when a worker averages; otherwise it is where ``Start`` said.
+    """
 
     owners: list[int]
     workers: list[Peer]
+    aggregator: tuple[str, int] | None = None
 
 
 class Linked(TrainingMessage, frozen=True):
@@ -229,6 +237,40 @@ class Gather(TrainingMessage, frozen=True):
     round: int
 
 
+class Average(TrainingMessage, frozen=True):
+    """Coordinator to the worker that averages: from whom states come. Who was named before and is not now is lost.
+
+    Attributes:
+        seq: every one has a higher number.
+        round: of the run; −1 before the first one ends.
+        members: by role and number.
+    """
+
+    seq: int
+    round: int
+    members: list[tuple[Role, int]]
+
+
+class Keep(TrainingMessage, frozen=True):
+    """Coordinator to the worker that averages: everyone has the round's average; write the model, and evaluate it."""
+
+    round: int
+
+
+class Kept(TrainingMessage, frozen=True):
+    """Worker that averages to coordinator: it is done.
+
+    Attributes:
+        round: of the run.
+        counted: whose states are in the average.
+        found: what the model of the round is worth, by the names of metrics; nothing without rows.
+    """
+
+    round: int
+    counted: list[tuple[Role, int]]
+    found: dict[str, float] = msgspec.field(default_factory=dict)
+
+
 class Saved(TrainingMessage, frozen=True):
     """Party to coordinator: the round's average is in place, and my files of it are written, where I keep any."""
 
@@ -270,6 +312,9 @@ Any = (
     | Notify
     | Figures
     | Gather
+    | Average
+    | Keep
+    | Kept
     | Saved
     | Failed
 )

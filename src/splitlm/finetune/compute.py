@@ -13,7 +13,7 @@ from typing import Any, Protocol, TypeVar
 
 from splitlm.core.errors import ModelError, SplitlmError
 from splitlm.model.border import FOREIGN
-from splitlm.model.runner import Runner, out_of_memory
+from splitlm.model.runner import out_of_memory
 
 _log = logging.getLogger("splitlm.train")
 T = TypeVar("T")
@@ -64,7 +64,7 @@ class Compute:
     """One party's way to its compute thread.
 
     Args:
-        runner: the thread; it stays the caller's.
+        runner: the thread, or a party's way to it; it stays the caller's.
         where: the party, for people.
 
     Attributes:
@@ -72,7 +72,7 @@ class Compute:
         jobs: how many were done.
     """
 
-    def __init__(self, runner: Runner, where: str) -> None:
+    def __init__(self, runner: Runs, where: str) -> None:
         self._runner = runner
         self.where: Callable[[], str] = lambda: where
         self.jobs = 0

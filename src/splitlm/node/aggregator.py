@@ -1,6 +1,7 @@
 """The aggregator: takes every party's state at a round's end, and gives each role its average back.
 
-It runs beside the coordinator, whose room holds no tensors. No owner sees another owner's update.
+It runs beside the coordinator, whose room holds no tensors, or in a worker's process (``node/averaging``). No owner
+sees another owner's update.
 """
 
 from __future__ import annotations
@@ -17,9 +18,8 @@ from splitlm.core import training
 from splitlm.core.errors import NetworkError, ProtocolError, SplitlmError
 from splitlm.core.shape import Role
 from splitlm.finetune.aggregate import Averager, Lora, Reducer
-from splitlm.finetune.compute import Compute
+from splitlm.finetune.compute import Compute, Runs
 from splitlm.finetune.transfer import State, receive_state, send_state
-from splitlm.model.runner import Runner
 from splitlm.wire.channel import Channel, Listener
 
 ROLES: tuple[Role, ...] = ("owner", "worker")
@@ -60,7 +60,7 @@ class StateHub:
     def __init__(
         self,
         listener: Listener,
-        runner: Runner,
+        runner: Runs,
         keeper: Keeper | None,
         lora: Lora,
         failed: Callable[[SplitlmError], None],

@@ -1,4 +1,4 @@
-"""The coordinator's own evaluation of each round's average, on rows that lie on its machine."""
+"""The evaluation of each round's average where it is taken, on rows that lie on that machine."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ import torch
 from splitlm.core.config import RunConfig
 from splitlm.core.errors import DataMissingError
 from splitlm.core.shape import Role
+from splitlm.finetune.compute import Runs
 from splitlm.finetune.data import Rows
 from splitlm.finetune.evaluate import evaluate
 from splitlm.finetune.objective import Objectives
 from splitlm.finetune.recipe import Recipe, Resolve, model_folder, open_recipe, read_rows
-from splitlm.model.runner import Runner
 
 SPLITS = ("test", "validation")
 """The first of them that there is."""
@@ -31,9 +31,7 @@ class Central:
         objectives: the table to look in; None for ours.
     """
 
-    def __init__(
-        self, config: RunConfig, resolve: Resolve, runner: Runner, objectives: Objectives | None = None
-    ) -> None:
+    def __init__(self, config: RunConfig, resolve: Resolve, runner: Runs, objectives: Objectives | None = None) -> None:
         self._config, self._resolve, self._runner, self._objectives = config, resolve, runner, objectives
         self._rows: Rows | None = None
         self._recipe: Recipe | None = None

@@ -64,6 +64,11 @@ def claims_for(name: str, files: ModelFiles, *, ring: str, place: int, epoch: in
     )
 
 
+def aggregator_claims(run: str) -> Claims:
+    """The claims of who averages in training: it needs no model to do so."""
+    return Claims(node="the aggregator", version=splitlm.__version__, protocol=PROTOCOL, ring=run, role="aggregator")
+
+
 def tuning_claims(name: str, files: TunableFiles, *, role: str, place: int, run: str) -> Claims:
     """The claims of a party in training. Tokenizers are the owners' affair, and weights made here have no hash."""
     return Claims(

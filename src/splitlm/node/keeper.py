@@ -25,7 +25,7 @@ from splitlm.model.runner import Runner
 from splitlm.telemetry.folder import LIBRARIES, versions
 
 _log = logging.getLogger("splitlm.train")
-FREE = frozenset(("server.global-round", "log_path", "debug_mode", "name"))
+FREE = frozenset(("server.global-round", "server.aggregator", "log_path", "debug_mode", "name"))
 """Settings that may be others when a run is gone on with."""
 
 
@@ -128,6 +128,17 @@ class Keeper:
         if self._folder is None or not self._config.server.parameters.save:
             return
         await self._runner.run(self._write, self._folder, states)
+        await self.whole(round_, saved)
+
+    async def whole(self, round_: int, saved: dict[Who, training.Saved]) -> None:
+        """The model of a round is written, here or where it was averaged, and everyone's files are.
+
+        Raises:
+            SplitlmError: it cannot be written; earlier rounds are as they were.
+            ProtocolError: a party reports files that are not its own.
+        """
+        if self._folder is None or not self._config.server.parameters.save:
+            return
         files: dict[str, File] = {}
         for who, told in saved.items():
             if {file.name for file in told.files} not in (set(files_of(stored_name(who))), set()):

@@ -6,8 +6,7 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import Callable, Coroutine
-from dataclasses import dataclass, field, replace
-from pathlib import Path
+from dataclasses import replace
 from typing import Any
 
 from splitlm.bus.base import Spoke
@@ -17,20 +16,21 @@ from splitlm.core.errors import DataMissingError, NetworkError, PeerLostError, P
 from splitlm.core.errors import from_exit_code as reported
 from splitlm.core.groups import first_error
 from splitlm.core.heard import Heard
-from splitlm.core.shape import Role
 from splitlm.finetune.compute import Compute
 from splitlm.finetune.crossing import Crossing
 from splitlm.finetune.data import Rows
 from splitlm.finetune.discretion import discreet
 from splitlm.finetune.engine import Engine
-from splitlm.finetune.objective import Objectives
 from splitlm.finetune.plane import Neighbour, Plane
-from splitlm.finetune.recipe import OwnerData, Recipe, Resolve, model_folder, open_recipe, read_rows
+from splitlm.finetune.recipe import OwnerData, Recipe, model_folder, open_recipe, read_rows
 from splitlm.model.device import find_device, receive_memory
 from splitlm.model.runner import Runner
+from splitlm.node.averaging import Averaging
+from splitlm.node.evaluation import Central
 from splitlm.node.figures import figures, log_figures
 from splitlm.node.identity import node_name, watch_parent
-from splitlm.node.partylinks import LinkSettings, PartyLinks
+from splitlm.node.partylinks import PartyLinks
+from splitlm.node.partysettings import PartySettings as PartySettings
 from splitlm.node.pulse import Pulse
 from splitlm.node.trainbus import join_rabbit, join_star
 from splitlm.node.tuning import Tuning
@@ -38,41 +38,8 @@ from splitlm.wire.channel import Channel
 from splitlm.wire.pool import allocate_heap
 
 _log = logging.getLogger("splitlm.train")
-
-
-@dataclass(frozen=True)
-class PartySettings:
-    """What a party is told by its user; the rest it learns from the coordinator.
-
-    Attributes:
-        role: owner or worker.
-        config: the user's own settings, for what is this machine's affair: data, and where the model lies.
-        resolve: finds a model's directory.
-        links: how it is reached.
-        weight: of a worker, against the others.
-        threads: intra-op threads; 0 leaves torch's choice.
-        own_data: a file of rows that are all this owner's.
-        folder: where checkpoints of this party go; None keeps none.
-        dtype: of weights and arithmetic.
-        device: that computes: cpu, cuda or cuda:N.
-        objectives: the table to look in; None for ours.
-        say: takes one line of progress.
-        pace_ms: least time of a forward or a backward, for a simulated device; 0 for a real one.
-    """
-
-    role: Role
-    config: RunConfig
-    resolve: Resolve
-    links: LinkSettings = field(default_factory=LinkSettings)
-    weight: float = 1.0
-    threads: int = 0
-    own_data: Path | None = None
-    folder: Path | None = None
-    dtype: str = "float32"
-    device: str = "cpu"
-    objectives: Objectives | None = None
-    say: Callable[[str], None] = lambda _: None
-    pace_ms: float = 0.0
+Spawn = Callable[[Coroutine[Any, Any, None]], asyncio.Task[None]]
+"""Starts a task of a group."""
 
 
 async def join_run(settings: PartySettings, coordinator: tuple[str, int] | None, parent: int = 0) -> None:
@@ -140,6 +107,7 @@ class _Party:
         self._figures: Callable[[], dict[str, float]] = dict
         self._heard = Heard()
         self._tuning: Tuning | None = None
+        self._averaging: Averaging | None = None
 
     async def run(self) -> None:
         rows, classes = None, 0
@@ -229,6 +197,7 @@ class _Party:
                     say=settings.say,
                 )
                 await tuning.resume()
+                averaging = self._averaging = await self._average(links, recipe, start, group.create_task)
                 await self._spoke.send(
                     training.Loaded(
                         host,
@@ -238,19 +207,46 @@ class _Party:
                         sum(p.numel() for p in party.parameters.values()),
                         recipe.goal.token_loss,
                         len(batches),
+                        averaging.port if averaging is not None else 0,
                     )
                 )
                 work = group.create_task(self._listen(tuning, links, plane, start))
                 await work
-                await tuning.close()
+                await self._leave()
         except* SplitlmError as errors:
             raise first_error(errors) from None
         finally:
-            if self._tuning is not None:
-                await self._tuning.close()
+            await self._leave()
             log_figures(self._figures())
             await plane.close()
             await links.close()
+
+    async def _leave(self) -> None:
+        """Leave nothing running."""
+        for part in (self._tuning, self._averaging):
+            if part is not None:
+                await part.close()
+
+    async def _average(
+        self, links: PartyLinks, recipe: Recipe, start: training.Start, spawn: Spawn
+    ) -> Averaging | None:
+        """The aggregator, where this worker is the one that averages."""
+        if not start.averages:
+            return None
+        settings = self._settings
+        central = Central(recipe.config, settings.resolve, self._runner, settings.objectives)
+        await central.open()
+        return Averaging(
+            await links.listen_states(),
+            recipe=recipe,
+            central=central,
+            classes=start.classes,
+            folder=settings.folder,
+            runner=self._runner,
+            spoke=self._spoke,
+            spawn=spawn,
+            say=settings.say,
+        )
 
     async def _listen(self, tuning: Tuning, links: PartyLinks, plane: Plane, start: training.Start) -> None:
         while True:
@@ -259,10 +255,13 @@ class _Party:
                 continue
             match said:
                 case training.Peers() as peers:
-                    if (states := await self._meet(links.meet(plane, peers, start.aggregator))) is None:
+                    at = peers.aggregator or start.aggregator
+                    if (states := await self._meet(links.meet(plane, peers, at))) is None:
                         return
                     tuning.linked(peers, states)
                     await self._spoke.send(training.Linked())
+                case training.Average() | training.Keep() if self._averaging is not None:
+                    await self._averaging.hear(said)
                 case messages.Stop(reason=reason):
                     self._settings.say(reason)
                     return

@@ -16,7 +16,7 @@ from splitlm.link.local import facing, loopback
 from splitlm.model.device import Allocate
 from splitlm.model.tunable import TunableFiles
 from splitlm.node.guard import Guard
-from splitlm.node.identity import tuning_claims
+from splitlm.node.identity import aggregator_claims, tuning_claims
 from splitlm.node.ways import Direct, Door, Way, open_way
 from splitlm.wire.channel import Channel, Listener
 from splitlm.wire.handshake import Identity
@@ -78,12 +78,13 @@ class PartyLinks:
         claims = tuning_claims(name, files, role=role, place=number, run=start.run)
         self._identity = Identity(claims, settings.token)
         self._way: Way = Direct()
+        self._host = settings.host
         self._doors: list[Listener] = []
         self._tasks: list[asyncio.Task[None]] = []
         self._state: Channel | None = None
         # A pool of its own for each lane: full of activations, the one cannot keep gradients out.
         self._pools = {lane: BufferPool(settings.pool_bytes, settings.allocate) for lane in LANES}
-        self._met: set[Neighbour] = set()
+        self._averages_at: tuple[str, int] | None = None
         self._came = asyncio.Event()
 
     @property
@@ -106,7 +107,7 @@ class PartyLinks:
             NetworkError: a port is taken, or the broker is not there.
         """
         settings, config = self._settings, self._config
-        host = settings.host or await asyncio.to_thread(facing, self._hub_host)
+        host = self._host = settings.host or await asyncio.to_thread(facing, self._hub_host)
         ends = [host, self._hub_host, self._start.aggregator[0]]
         if config.learning.u_shape.transport == "rabbitmq":
             ends = [config.rabbit.address]
@@ -123,6 +124,20 @@ class PartyLinks:
             ports[lane] = door.port
             self._tasks.append(asyncio.create_task(self._accept(door, lane, plane)))
         return host, ports["activation"], ports["gradient"]
+
+    async def listen_states(self) -> Listener:
+        """The aggregator's door at this worker, after ``listen``; the caller closes it.
+
+        Raises:
+            NetworkError: the port is taken, or the broker is not there.
+        """
+        settings = self._settings
+        bind, port = settings.bind or self._host, settings.port + len(LANES) if settings.port else 0
+        claims = aggregator_claims(self._start.run)
+        place = Door("aggregator", 0, "state", bind, port)
+        door = await self._way.listen(place, Identity(claims, settings.token), expect_peer="a party")
+        self._averages_at = bind, door.port  # its own way there is no other's: a NAT may lead nobody back
+        return door
 
     async def meet(self, plane: Plane, peers: training.Peers, aggregator: tuple[str, int]) -> Channel:
         """Link to all that take part; the link to the aggregator.
@@ -182,7 +197,8 @@ class PartyLinks:
             plane.attach(who, lane, channel)
 
     async def _dial_aggregator(self, at: tuple[str, int]) -> Channel:
-        door = Door("aggregator", 0, "state", at[0] or self._hub_host, at[1])
+        host, port = self._averages_at or at
+        door = Door("aggregator", 0, "state", host or self._hub_host, port)
         return await self._way.dial(door, self._identity, deadline_s=self._settings.deadline_s, who="the aggregator")
 
     async def _accept(self, door: Listener, lane: Lane, plane: Plane) -> None:

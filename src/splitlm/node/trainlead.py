@@ -5,27 +5,27 @@ from __future__ import annotations
 import asyncio
 import secrets
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import splitlm
 from splitlm.bus.base import Hub
 from splitlm.coordinator.orders import Orders
+from splitlm.coordinator.remote import Remote
 from splitlm.coordinator.training import Training
 from splitlm.core.config import RunConfig, resolved
-from splitlm.core.errors import SplitlmError, UsageError
+from splitlm.core.errors import SplitlmError
 from splitlm.finetune.objective import Objectives
 from splitlm.finetune.recipe import Resolve
 from splitlm.model.runner import Runner
 from splitlm.node.aggregator import StateHub
 from splitlm.node.diary import Diary
 from splitlm.node.evaluation import Central
+from splitlm.node.identity import aggregator_claims
 from splitlm.node.keeper import Begun, Keeper, begin
 from splitlm.node.ways import Door, Way, open_way
-from splitlm.wire.frame import PROTOCOL
-from splitlm.wire.handshake import Claims, Identity
+from splitlm.wire.handshake import Identity
 
 
 @dataclass(frozen=True)
@@ -72,13 +72,6 @@ async def lead(settings: LeadSettings, hub: Hub) -> Training:
     Raises:
         SplitlmError: it ended early; see ``Training.run``.
     """
-    if (place := settings.config.server.aggregator) not in (None, "coordinator"):
-        raise UsageError(
-            f"Averages cannot be taken at {place!r}",
-            where=f"{settings.config.where}:server.aggregator",
-            expected="coordinator, or nothing: they are taken in the coordinator's process",
-            remedy="Run the coordinator on the machine that is to average",
-        )
     runner = Runner(background=True)
     diary, run = Diary(None), secrets.token_hex(8)
     try:
@@ -88,7 +81,12 @@ async def lead(settings: LeadSettings, hub: Hub) -> Training:
                 partial(begin, settings.config, settings.resolve, settings.folder, resume=settings.resume)
             )
             diary = Diary(begun.folder, settings.record)
-            return await _lead(settings, hub, runner, diary, way, run, begun)
+            if begun.resume >= 0:
+                settings.say(f"going on after round {begun.resume + 1} of {settings.config.server.global_round}")
+            keeper = Keeper(settings.config, settings.resolve, begun.folder, runner, settings.say)
+            if settings.config.averages_at:
+                return await _lead_alone(settings, hub, diary, keeper, _orders(settings, run, begun))
+            return await _lead(settings, hub, runner, diary, keeper, way, _orders(settings, run, begun))
         finally:
             await way.close()
     finally:
@@ -96,31 +94,16 @@ async def lead(settings: LeadSettings, hub: Hub) -> Training:
         await asyncio.to_thread(diary.close)
 
 
-async def _lead(
-    settings: LeadSettings, hub: Hub, runner: Runner, diary: Diary, way: Way, run: str, begun: Begun
-) -> Training:
+def _orders(settings: LeadSettings, run: str, begun: Begun) -> Orders:
     config = settings.config
-    central = Central(config, settings.resolve, runner, settings.objectives)
-    await central.open()
-    claims = Claims(node="the aggregator", version=splitlm.__version__, protocol=PROTOCOL, ring=run, role="aggregator")
-    failure: asyncio.Future[SplitlmError] = asyncio.get_running_loop().create_future()
-
-    def failed(error: SplitlmError) -> None:
-        if not failure.done():
-            failure.set_result(error)
-
-    place = Door("aggregator", 0, "state", *settings.states)
-    door = await way.listen(place, Identity(claims, settings.token), expect_peer="a party")
-    keeper = Keeper(config, settings.resolve, begun.folder, runner, settings.say)
-    states = StateHub(door, runner, keeper, config.fine_tune.lora.aggregate, failed)
-    orders = Orders(
+    return Orders(
         shape=config.shape,
         owners=config.server.owners,
         workers=config.server.workers,
         rounds=config.server.global_round,
         settings=resolved(config) | {"security": {"tls": "on" if settings.tls else "off"}},
         run=run,
-        aggregator=(settings.advertise, door.port),
+        averages=config.averages_at,
         first=begun.resume + 1,
         resume=begun.resume,
         stored=begun.stored,
@@ -129,6 +112,41 @@ async def _lead(
         timeout_s=config.learning.u_shape.timeout_seconds,
         validate=config.server.validation,
     )
+
+
+async def _lead_alone(settings: LeadSettings, hub: Hub, diary: Diary, keeper: Keeper, orders: Orders) -> Training:
+    """A worker averages: it writes the model and evaluates it, and what is kept here is each round's manifest."""
+    remote = Remote(keeper.whole)
+    training_ = Training(hub, orders, remote, say=settings.say, record=diary.record)
+
+    async def found(_: int) -> dict[str, Any]:
+        return dict(remote.found)
+
+    remote.serve(training_)
+    training_.begun = lambda _: settings.begun()
+    training_.evaluate = found
+    await training_.run()
+    return training_
+
+
+async def _lead(
+    settings: LeadSettings, hub: Hub, runner: Runner, diary: Diary, keeper: Keeper, way: Way, orders: Orders
+) -> Training:
+    """The aggregator is beside the coordinator."""
+    config = settings.config
+    central = Central(config, settings.resolve, runner, settings.objectives)
+    await central.open()
+    failure: asyncio.Future[SplitlmError] = asyncio.get_running_loop().create_future()
+
+    def failed(error: SplitlmError) -> None:
+        if not failure.done():
+            failure.set_result(error)
+
+    place = Door("aggregator", 0, "state", *settings.states)
+    identity = Identity(aggregator_claims(orders.run), settings.token)
+    door = await way.listen(place, identity, expect_peer="a party")
+    states = StateHub(door, runner, keeper, config.fine_tune.lora.aggregate, failed)
+    orders = replace(orders, aggregator=(settings.advertise, door.port))
     training_ = Training(hub, orders, states, say=settings.say, record=diary.record)
 
     def all_here(classes: int) -> None:
@@ -137,8 +155,6 @@ async def _lead(
 
     training_.begun = all_here
     training_.evaluate = lambda _: central.evaluate(keeper.classes, states.averages)
-    if begun.resume >= 0:
-        settings.say(f"going on after round {begun.resume + 1} of {config.server.global_round}")
     work = asyncio.create_task(training_.run())
     both: set[asyncio.Future[Any]] = {work, failure, states.work}
     try:

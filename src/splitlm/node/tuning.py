@@ -58,6 +58,7 @@ class Tuning:
         self._follower = Follower()
         self._open: Announced | None = None
         self._work: asyncio.Task[None] | None = None
+        self._giving: asyncio.Task[None] | None = None
         self._states: States | None = None
         self.round = 0
         self._batches: list[Microbatch] = []
@@ -101,9 +102,10 @@ class Tuning:
 
     async def close(self) -> None:
         """Leave nothing running."""
-        if self._work is not None:
-            self._work.cancel()
-            await asyncio.gather(self._work, return_exceptions=True)
+        tasks = [task for task in (self._work, self._giving) if task is not None]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
         if self._states is not None:
             await self._states.close()
 
@@ -150,7 +152,7 @@ class Tuning:
             case training.Working():  # a worker is, so the coordinator says
                 self._engine.alive()
             case training.Gather(round=number):
-                await self._average(number)
+                self._giving = self._spawn(self._average(number))  # and hear meanwhile: its end may depend on it
             case other:
                 raise ProtocolError(f"A {type(other).__name__} message came from the coordinator")
 
