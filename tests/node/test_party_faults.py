@@ -29,13 +29,13 @@ from tests.node.training_scene import once, play
 def make(tmp_path: Path) -> Callable[..., RunConfig]:
     """Settings of a run of one round over a tiny BERT."""
 
-    def made(workers: int, batch: int = 3, **shape: object) -> RunConfig:
+    def made(workers: int, batch: int = 3, rounds: int = 1, **shape: object) -> RunConfig:
         folder, data = model_folder("bert", tmp_path / "model", 0.0), rows_file(tmp_path, "classify")
         settings = {"microbatches-per-window": 3, "timeout-seconds": 30, **shape}
         return config(
             folder,
             data,
-            server={"clients": [1, workers], "global-round": 1},
+            server={"clients": [1, workers], "global-round": rounds},
             learning={"batch-size": batch, "body-sync": "window", "u-shape": settings},
         )
 
@@ -59,6 +59,34 @@ def test_weights_follow_speeds_again_once_a_worker_is_lost(
     assert taken[0] == {0: 1.0, 2: 1.0}, "it is forgotten at once"
     assert all(weights.keys() == {0, 2} for weights in taken)
     assert taken[-1][0] != 1.0 != taken[-1][2], "measured speeds count"
+
+
+@pytest.mark.parametrize("adaptive", [True, False])
+def test_the_first_window_of_a_round_is_shared_by_what_was_measured_in_the_last(
+    adaptive: bool, make: Callable[..., RunConfig], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun: list[dict[int, float]] = []
+    measured: list[dict[int, float]] = []
+    begin, reweigh = SmoothWRR.__init__, SmoothWRR.reweigh
+
+    def starts(self: SmoothWRR[int], weights: dict[int, float]) -> None:
+        begun.append(dict(weights))
+        begin(self, weights)
+
+    def watched(self: SmoothWRR[int], weights: dict[int, float]) -> None:
+        measured.append(dict(weights))
+        reweigh(self, weights)
+
+    monkeypatch.setattr(SmoothWRR, "__init__", starts)
+    monkeypatch.setattr(SmoothWRR, "reweigh", watched)
+    made = make(2, rounds=2, **{"adaptive-weights": adaptive})
+    assert play(made, tmp_path / "run", monkeypatch).error is None
+    parties, manual = 3, {0: 1.0, 1: 1.0}
+    assert len(begun) == 2 * parties and begun[:parties] == [manual] * parties
+    if adaptive:
+        assert all(weights in measured and weights != manual for weights in begun[parties:])
+    else:
+        assert begun[parties:] == [manual] * parties and measured == []
 
 
 ONE = {"timeout-seconds": 1}
