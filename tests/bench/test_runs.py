@@ -13,7 +13,9 @@ import pytest
 
 from splitlm.bench import auto, laps
 from splitlm.bench.arm import Arm
-from splitlm.bench.comparison import measure
+from splitlm.bench.comparison import Comparison, Comparisons, Plan, measure
+from splitlm.bench.figure import Figure
+from splitlm.bench.migrate import COMPARISONS as MOVES
 from splitlm.bench.migrate import HELD
 from splitlm.bench.publish import load
 from splitlm.bench.ring import COMPARISONS
@@ -97,7 +99,7 @@ def test_bench_auto(tiny: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(auto, "WINDOW", SHORT)
     monkeypatch.setattr(auto, "TOKENS", (auto.IN_TIME + 1) * SHORT + 2)
     monkeypatch.setattr(auto, "LONGEST", 2 * SHORT)
-    figures = {f.name: f for f in measure({"auto": auto.auto}, str(tiny("llama")), ["auto"], tokens=8, repetitions=1)}
+    figures = {f.name: f for f in measure({"auto": auto.AUTO}, str(tiny("llama")), ["auto"], tokens=8, repetitions=1)}
     assert list(figures) == ["auto", "auto-window", "auto-quiet", "auto-decide"]
     assert figures["auto"].value > 1.1
     assert figures["auto-window"].value >= 3 and figures["auto-quiet"].value == 0
@@ -107,6 +109,50 @@ def test_bench_auto(tiny: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 def test_unknown_comparisons_are_named() -> None:
     """And so are those that exist."""
     assert "stream" in splitlm("bench", "ring", "--only", "nonsense", code=2)
+
+
+@pytest.mark.parametrize(
+    ("comparisons", "name", "tokens", "said"),
+    [
+        (
+            COMPARISONS,
+            "stream",
+            121,
+            "of texts of 129 tokens. Expected at most 128, the context of the model. Use at most --tokens 120.",
+        ),
+        (
+            COMPARISONS,
+            "devices",
+            505,
+            "of texts of 513 tokens. Expected at most 512, the context of the toy. Use at most --tokens 504.",
+        ),
+        (MOVES, "shift", 2, "of texts of 136 tokens. Expected at most 128, the context of the model. Leave it out"),
+        (
+            COMPARISONS,
+            "windows",
+            300,
+            "of texts of 308 tokens. Expected at most 128, the context of the model. Use at most --tokens 120.",
+        ),
+    ],
+)
+def test_a_text_beyond_the_context_is_refused_before_anything_is_measured(
+    comparisons: Comparisons, name: str, tokens: int, said: str, tiny: Callable[[str], Path]
+) -> None:
+    """The context would end it early, and the shorter text would be taken for a faster one."""
+    started: list[int] = []
+
+    def first(plan: Plan) -> list[Figure]:
+        """It fits."""
+        started.append(plan.tokens)
+        return []
+
+    both, model = {"first": Comparison(first, lambda _: 128), **comparisons}, str(tiny("gpt2"))
+    with pytest.raises(UsageError) as caught:
+        measure(both, model, ["first", name], tokens=tokens, repetitions=1)
+    assert f"The comparison {name} is {said}" in str(caught.value)
+    assert not started
+    measure(both, model, ["first"], tokens=tokens, repetitions=1)
+    assert started == [tokens]
 
 
 def test_an_arm_that_fails_says_why() -> None:

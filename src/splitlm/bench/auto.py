@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from splitlm.bench.arm import Arm
-from splitlm.bench.comparison import STAGES, Plan
+from splitlm.bench.comparison import PROMPT_TOKENS, STAGES, Comparison, Plan
 from splitlm.bench.figure import Figure, Goal, figure, ratios
 from splitlm.bench.windows import WINDOW
 from splitlm.planner import policy
@@ -136,3 +136,6 @@ def ideal(paces: list[float]) -> float:
         return max((edges[i + 1] - edges[i]) * pace for i, pace in enumerate(paces))
 
     return slowest(CUTS) / min(slowest(cuts) for cuts in combinations(range(1, BLOCKS), len(CUTS)))
+
+
+AUTO = Comparison(auto, lambda tokens: PROMPT_TOKENS + max(tokens, LONGEST), toy=True)

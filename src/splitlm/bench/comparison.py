@@ -12,8 +12,11 @@ from typing import Any
 from splitlm.bench.arm import Arm
 from splitlm.bench.figure import Figure
 from splitlm.bench.turns import interleave
+from splitlm.core.errors import UsageError
 
 STAGES = 3
+PROMPT_TOKENS = 8
+"""Of a text, unless its comparison says otherwise."""
 
 
 @dataclass(frozen=True)
@@ -89,8 +92,22 @@ class Arms(ExitStack):
         return interleave(sides, each * self._plan.repetitions, self._plan.say)
 
 
-Comparisons = Mapping[str, Callable[[Plan], list[Figure]]]
-"""Each measures one comparison and gives its figures."""
+@dataclass(frozen=True)
+class Comparison:
+    """What is measured, and how long its texts are.
+
+    Attributes:
+        measure: gives the figures; the first line of its docstring says of what.
+        length: positions of the longest text, prompt included, for so many new tokens.
+        toy: whether a tiny model of ours computes, and not the plan's.
+    """
+
+    measure: Callable[[Plan], list[Figure]]
+    length: Callable[[int], int] = lambda tokens: PROMPT_TOKENS + tokens
+    toy: bool = False
+
+
+Comparisons = Mapping[str, Comparison]
 
 
 def measure(
@@ -116,24 +133,43 @@ def measure(
 
     Raises:
         ModelMissingError: there is no such model.
+        UsageError: a text of one of them is longer than the model's context.
         SplitlmError: a ring could not be formed, or broke.
     """
     from splitlm.model.load import ModelFiles
     from splitlm.model.source import resolve
 
     found = resolve(model, progress=say)
+    files = ModelFiles(found)
+    for name in names:
+        _check_length(name, comparisons[name], tokens, files.context)
     with tempfile.TemporaryDirectory(prefix="splitlm-bench-") as scratch:
         plan = Plan(
             model=str(found),
             work=folder.absolute() if folder is not None else Path(scratch),
             scratch=Path(scratch),
-            hidden=ModelFiles(found).hidden,
+            hidden=files.hidden,
             tokens=tokens,
             repetitions=repetitions,
             say=say,
         )
         figures: list[Figure] = []
         for name in names:
-            say(f"{name}: {str(comparisons[name].__doc__).splitlines()[0]}")
-            figures += comparisons[name](plan)
+            say(f"{name}: {str(comparisons[name].measure.__doc__).splitlines()[0]}")
+            figures += comparisons[name].measure(plan)
     return figures
+
+
+def _check_length(name: str, chosen: Comparison, tokens: int, context: int) -> None:
+    """See that every text fits: one that the context ends early would be taken for a fast one."""
+    from splitlm.model import toy
+
+    needed, room = chosen.length(tokens), toy.CONTEXT if chosen.toy else context
+    if needed > room:
+        fewer = tokens - (needed - room)
+        helps = fewer > 1 and chosen.length(fewer) <= room
+        raise UsageError(
+            f"The comparison {name} is of texts of {needed} tokens",
+            expected=f"at most {room}, the context of the {'toy' if chosen.toy else 'model'}",
+            remedy=f"Use at most --tokens {fewer}" if helps else "Leave it out with --only, or take another model",
+        )

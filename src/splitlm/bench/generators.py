@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from splitlm.bench.comparison import PROMPT_TOKENS
 from splitlm.core.shifts import Shift
 from splitlm.local import Ring
 from splitlm.model.load import ModelFiles
@@ -22,7 +23,6 @@ from splitlm.telemetry.sinks import read_trace
 from splitlm.telemetry.summary import hop_times, lap_errors, percentile, single_lap_errors
 
 PREFILL_CHUNK = 128
-PROMPT_TOKENS = 8
 
 
 def prompt(session: int = 0, length: int = PROMPT_TOKENS) -> list[int]:

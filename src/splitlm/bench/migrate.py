@@ -8,10 +8,11 @@ from statistics import median
 
 from splitlm.bench import laps
 from splitlm.bench.arm import Arm
-from splitlm.bench.auto import auto
-from splitlm.bench.comparison import STAGES, Comparisons, Plan
+from splitlm.bench.auto import AUTO
+from splitlm.bench.comparison import STAGES, Comparison, Comparisons, Plan
 from splitlm.bench.figure import Figure, Goal, figure
-from splitlm.bench.windows import WINDOW, windows
+from splitlm.bench.windows import WINDOW
+from splitlm.bench.windows import WINDOWS as NOOPS
 from splitlm.core.errors import SplitlmError
 from splitlm.telemetry.record import Migration, Record
 
@@ -157,4 +158,4 @@ def _in_barrier(side: Migration) -> float:
     return (side.kv_bytes - side.background_bytes) / 1024
 
 
-COMPARISONS: Comparisons = {"windows": windows, "shift": shift, "auto": auto}
+COMPARISONS: Comparisons = {"windows": NOOPS, "shift": Comparison(shift, lambda _: PROMPT + TOKENS), "auto": AUTO}

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import os
 
-from splitlm.bench.comparison import STAGES, Comparisons, Plan
+from splitlm.bench.comparison import STAGES, Comparison, Comparisons, Plan
 from splitlm.bench.figure import Figure, Goal, figure, ratios
-from splitlm.bench.windows import windows
+from splitlm.bench.windows import WINDOWS
 
 HOP_SAMPLES = 300
 TOY_BLOCKS = 6
@@ -188,11 +188,11 @@ def private(plan: Plan) -> list[Figure]:
 
 
 COMPARISONS: Comparisons = {
-    "stream": stream,
-    "uncut": uncut,
-    "cores": cores,
-    "devices": devices,
-    "trace": trace,
-    "private": private,
-    "windows": windows,
+    "stream": Comparison(stream),
+    "uncut": Comparison(uncut),
+    "cores": Comparison(cores),
+    "devices": Comparison(devices, toy=True),
+    "trace": Comparison(trace),
+    "private": Comparison(private),
+    "windows": WINDOWS,
 }

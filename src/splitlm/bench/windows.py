@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from statistics import median
 
 from splitlm.bench import laps
-from splitlm.bench.comparison import STAGES, Plan
+from splitlm.bench.comparison import PROMPT_TOKENS, STAGES, Comparison, Plan
 from splitlm.bench.figure import Figure, Goal, figure, ratios
 from splitlm.core.errors import SplitlmError
 from splitlm.telemetry.summary import percentile
@@ -21,7 +21,7 @@ ECHOES = 300
 
 def windows(plan: Plan) -> list[Figure]:
     """Noop windows against no windows, and the barrier between them by itself."""
-    tokens = max(plan.tokens, 2 * WINDOW + 2)
+    tokens = _tokens(plan.tokens)
     with plan.arms() as arms:
         folder = plan.work / "windows"
         ring = arms.ring(stages=STAGES, window=WINDOW, trace=str(folder))
@@ -74,3 +74,11 @@ def typical(name: str, text: str, values: Sequence[float]) -> Figure:
     low, middle, high = (percentile(values, q) for q in (10, 50, 90))
     goal = Goal("<=", 1.0, 0.5)
     return Figure(name=name, text=text, value=middle, low=low, high=high, count=len(values), unit="ms", goal=goal)
+
+
+def _tokens(asked: int) -> int:
+    """New tokens of a text: it has two windows at least."""
+    return max(asked, 2 * WINDOW + 2)
+
+
+WINDOWS = Comparison(windows, lambda tokens: PROMPT_TOKENS + _tokens(tokens))

@@ -8,7 +8,7 @@ import typer
 
 from splitlm.cli import options as o
 from splitlm.cli.bench_migrate import migrate
-from splitlm.cli.bench_output import Json, Repetitions, finish
+from splitlm.cli.bench_output import Json, Only, Repetitions, finish
 from splitlm.cli.bench_train import train
 from splitlm.cli.console import console
 from splitlm.cli.runs import RunOptions, run_dir
@@ -28,9 +28,7 @@ def ring(
     model: Annotated[str, typer.Argument(metavar="MODEL", help=o.MODEL_HELP)] = "smollm2-135m",
     tokens: Annotated[int, typer.Option(help="New tokens per session and turn.")] = 64,
     repetitions: Repetitions = 5,
-    only: Annotated[
-        list[str] | None, typer.Option(help="Only this comparison; may be given several times (default: all).")
-    ] = None,
+    only: Only = None,
     json: Json = None,
 ) -> None:
     """A ring against the uncut model, its hops, two cores, simulated devices, and what tracing and privacy cost."""

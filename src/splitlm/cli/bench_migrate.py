@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from splitlm.cli import options as o
-from splitlm.cli.bench_output import Json, Repetitions, finish
+from splitlm.cli.bench_output import Json, Only, Repetitions, finish
 from splitlm.cli.console import console
 from splitlm.cli.runs import RunOptions, run_dir
 
@@ -19,9 +19,7 @@ def migrate(
     run: RunOptions,
     model: Annotated[str, typer.Argument(metavar="MODEL", help=o.MODEL_HELP)] = "smollm2-135m",
     repetitions: Repetitions = 5,
-    only: Annotated[
-        list[str] | None, typer.Option(help="Only this comparison; may be given several times (default: all).")
-    ] = None,
+    only: Only = None,
     json: Json = None,
 ) -> None:
     """Barriers, moves of blocks while tokens flow, and a plan that decides by itself."""

@@ -14,6 +14,9 @@ if TYPE_CHECKING:
     from splitlm.bench.figure import Figure
 
 Repetitions = Annotated[int, typer.Option(help="Turns of each side that count.")]
+Only = Annotated[
+    list[str] | None, typer.Option("--only", help="Only this comparison; may be given several times (default: all).")
+]
 Json = Annotated[Path | None, typer.Option("--json", help="Where the result goes (default: the run's folder).")]
 
 

@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from splitlm.cli import options as o
-from splitlm.cli.bench_output import Json, Repetitions, finish
+from splitlm.cli.bench_output import Json, Only, Repetitions, finish
 from splitlm.cli.console import console
 from splitlm.cli.runs import RunOptions, run_dir
 
@@ -23,9 +23,7 @@ def train(
     windows: Annotated[int, typer.Option(help="Windows per turn.")] = 1,
     rounds: Annotated[int, typer.Option(help="Rounds of the run whose memory is watched.")] = 200,
     repetitions: Repetitions = 5,
-    only: Annotated[
-        list[str] | None, typer.Option(help="Only this comparison; may be given several times (default: all).")
-    ] = None,
+    only: Only = None,
     json: Json = None,
 ) -> None:
     """Split training against the uncut loop, unequal workers, pipelining, bytes, lanes, and memory over rounds."""
