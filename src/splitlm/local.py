@@ -72,7 +72,8 @@ class Ring:
         family: name of the model's layout, where its config does not tell.
         loader: ``shard`` reads what each node needs; ``hf`` loads all through transformers, then drops the rest.
         dtype: ``auto`` (the checkpoint's own), ``float32``, ``bfloat16`` or ``float16``.
-        compute: engine; ``exact``. ``pace_ms``: least milliseconds per block, for simulated devices; 0 is off.
+        compute: engine (``core.engines``), or one for each stage.
+        pace_ms: least milliseconds per block, for simulated devices; 0 is off.
         listen: ``(host, port)`` at which other machines join; None starts the stages as processes on this machine.
         token: join secret; a random one by default where the stages are processes of this machine.
         threads: intra-op threads per node; 0 leaves torch's choice. ``prefill_chunk``: prompt tokens per step.
@@ -100,7 +101,7 @@ class Ring:
         family: str = "",
         loader: Loader = "shard",
         dtype: str = "auto",
-        compute: str = "exact",
+        compute: str | Sequence[str] = "exact",
         threads: int = 0,
         pace_ms: float | Sequence[float] = 0.0,
         prefill_chunk: int = 128,
@@ -132,7 +133,7 @@ class Ring:
             "family": family,
             "loader": loader,
             "dtype": dtype,
-            "compute": compute,
+            "compute": compute if isinstance(compute, str) else tuple(compute),
             "threads": threads,
             "pace_ms": tuple(pace_ms) if isinstance(pace_ms, Sequence) else pace_ms,
             "prefill_chunk": prefill_chunk,

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ import torch
 from splitlm.check.compare import Comparison
 from splitlm.check.equivalence import Case, against, equivalence
 from splitlm.core.cut import make_cut
-from splitlm.model.cache import SessionCache
+from splitlm.model.compute.base import Job
 from splitlm.model.compute.exact import ExactEngine
 from splitlm.model.stage import Stage
 from splitlm.model.uncut import Uncut
@@ -68,7 +69,7 @@ def test_position_plus_one(family: str, dtype: str, judge: Callable[..., Compari
         if not (wrong and decoding(position)):
             return forward(stage, inputs, position, last)
         cache = stage._sessions[1]
-        out = stage.engine.run(inputs, position + 1, cache, last)
+        (out,) = stage.engine.run([Job(inputs, position + 1, cache, last)])
         cache.seen += inputs.shape[1]
         return out
 
@@ -87,7 +88,7 @@ def test_positions_that_start_again_on_a_later_stage(family: str, judge: Callabl
         if not is_middle(stage):
             return forward(stage, inputs, position, last)
         cache = stage._sessions[1]
-        out = stage.engine.run(inputs, 0, cache, last)
+        (out,) = stage.engine.run([Job(inputs, 0, cache, last)])
         cache.seen += inputs.shape[1]
         return out
 
@@ -146,7 +147,7 @@ def test_a_second_forward(family: str, judge: Callable[..., Comparison]) -> None
     def step(stage: Stage, inputs: torch.Tensor, position: int, last: bool) -> torch.Tensor | None:
         out = forward(stage, inputs, position, last)
         if is_middle(stage) and position == len(PROMPT):
-            stage.engine.run(inputs, position, stage._sessions[1], last)
+            stage.engine.run([Job(inputs, position, stage._sessions[1], last)])
         return out
 
     red(judge(family, step), 2)
@@ -168,10 +169,9 @@ def test_the_whole_check_sees_it(shift: int, tiny: Callable[[str], Path], monkey
     """From the ring to the verdict: its engine is wrong on decode steps, and transformers' own model is not."""
     run = ExactEngine.run
 
-    def moved(
-        self: ExactEngine, inputs: torch.Tensor, position: int, cache: SessionCache, logits: bool
-    ) -> torch.Tensor | None:
-        return run(self, inputs, position + shift * (cache.seen > 0 and inputs.shape[1] == 1), cache, logits)
+    def moved(self: ExactEngine, jobs: Sequence[Job]) -> list[torch.Tensor | None]:
+        late = [shift * (job.cache.seen > 0 and job.inputs.shape[1] == 1) for job in jobs]
+        return run(self, [replace(job, position=job.position + by) for job, by in zip(jobs, late, strict=True)])
 
     monkeypatch.setattr(ExactEngine, "run", moved)
     result = equivalence(str(tiny("llama")), ["A fox", "The sea"], max_new_tokens=6, stages=1)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ import torch
 
 from splitlm.core.cut import make_cut
 from splitlm.core.errors import ProtocolError
+from splitlm.model.compute.base import Job
 from splitlm.model.compute.paced import PacedEngine
 from splitlm.model.load import ModelFiles
 from splitlm.model.stage import Stage, build_stages, resident_bytes
@@ -150,22 +152,25 @@ def test_mutants_show(mutant: str, family: str, tiny: Callable[[str], Path], mon
     run = type(tail.engine).run
     engine = tail.engine
 
-    def mutated(inputs, position, cache, logits):  # type: ignore[no-untyped-def]
-        n = inputs.shape[1]
+    def mutated(jobs: list[Job]) -> list[torch.Tensor | None]:
+        (job,) = jobs
+        n = job.inputs.shape[1]
         if mutant == "twice" and n == 1:
-            run(engine, inputs, position, cache, logits)  # type: ignore[arg-type]
+            run(engine, jobs)
         if mutant == "token" and n == 1:
-            for layer in cache.layers:
+            for layer in job.cache.layers:
                 layer._rows -= 1
-        if mutant == "mask" and n > 1:
-            inputs = inputs.flip(1)
-        at = position + (mutant == "position" and n == 1)
-        return run(engine, inputs, at, cache, logits)  # type: ignore[arg-type]
+        inputs = job.inputs.flip(1) if mutant == "mask" and n > 1 else job.inputs
+        at = job.position + (mutant == "position" and n == 1)
+        return run(engine, [replace(job, inputs=inputs, position=at)])
 
     monkeypatch.setattr(tail.engine, "run", mutated, raising=False)
     if mutant == "position" and family == "gpt2":
+        first = stages[0].engine
         monkeypatch.setattr(
-            stages[0].engine, "run", lambda i, p, c, g: run(stages[0].engine, i, p + (i.shape[1] == 1), c, g)
+            first,
+            "run",
+            lambda jobs: run(first, [replace(j, position=j.position + (j.inputs.shape[1] == 1)) for j in jobs]),
         )
     wrong = chain(stages, PROMPT, [5, 6, 7], 16)
     assert max((a - b).abs().max().item() for a, b in zip(right, wrong, strict=True)) > 1e-3

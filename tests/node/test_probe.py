@@ -44,9 +44,10 @@ def slowed(monkeypatch: pytest.MonkeyPatch) -> Slowed:
     device = Slowed(block_s=0.003, head_s=0.010, embed_s=0.001, fixed_s=0.0005)
     run = ExactEngine.run
 
-    def told(engine: ExactEngine, inputs: torch.Tensor, position: int, cache: Any, logits: bool) -> Any:
-        device.forward(engine, inputs, position, logits)
-        return run(engine, inputs, position, cache, logits)
+    def told(engine: ExactEngine, jobs: Any) -> Any:
+        for job in jobs:
+            device.forward(engine, job.inputs, job.position, job.logits)
+        return run(engine, jobs)
 
     monkeypatch.setattr(ExactEngine, "run", told)
     monkeypatch.setattr(probe, "time", SimpleNamespace(perf_counter=lambda: device.now))

@@ -54,7 +54,7 @@ def generate(
         "ignore_eos": ignore_eos,
     }
     ring = by_times(voice, model, ring, times, max(1, len(prompt or ())))
-    settings = ring.settings(listen=where)
+    settings = ring.settings(listen=where, engine="fast")
     settings["token"] = ring.token
     texts = o.texts(prompt)
     written = {key: value for key, value in settings.items() if key != "token"}

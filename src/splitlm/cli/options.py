@@ -15,6 +15,7 @@ from typing import Annotated, Any
 import typer
 
 from splitlm.cli.certs import TlsFolder, tls_folder
+from splitlm.core.engines import ENGINES
 from splitlm.core.errors import UsageError
 from splitlm.core.sampling import Sampling as SamplingSettings
 from splitlm.core.shifts import Shift
@@ -28,7 +29,13 @@ TailBlocks = Annotated[int, typer.Option(help="With --private: final blocks that
 FamilyName = Annotated[str, typer.Option("--model-family", help="Layout of the model, where it is not detected.")]
 LoaderName = Annotated[str, typer.Option("--loader", help="shard: read only our tensors. hf: load all, then drop.")]
 DTypeName = Annotated[str, typer.Option("--dtype", help="auto (the checkpoint's own), float32, bfloat16 or float16.")]
-Compute = Annotated[str, typer.Option(help="Compute engine: exact.")]
+Compute = Annotated[
+    str,
+    typer.Option(
+        help="Compute engine, or one for each stage with commas: exact (transformers untouched), fast (float16 "
+        "weights), int8, int4. Default: fast to generate, exact to check and to measure."
+    ),
+]
 Threads = Annotated[int, typer.Option(help="Threads per stage; 0: this machine's cores, shared among its stages.")]
 PrefillChunk = Annotated[int, typer.Option(help="Prompt tokens per prefill step.")]
 Deadline = Annotated[float, typer.Option(help="Seconds to wait for stages and neighbours.")]
@@ -106,7 +113,7 @@ class RingOptions(CutOptions):
     """A ring: where to cut, how to load and compute, how long to wait, whom to let in."""
 
     loader: LoaderName = "shard"
-    compute: Compute = "exact"
+    compute: Compute = ""
     threads: Threads = 0
     prefill_chunk: PrefillChunk = 128
     deadline: Deadline = 60.0
@@ -120,18 +127,21 @@ class RingOptions(CutOptions):
     token_file: TokenFile = None
     tls: TlsFolder = ""
 
-    def settings(self, default_stages: int = 1, *, listen: tuple[str, int] | None = None) -> dict[str, Any]:
+    def settings(
+        self, default_stages: int = 1, *, listen: tuple[str, int] | None = None, engine: str = "exact"
+    ) -> dict[str, Any]:
         """Arguments of ``Ring``, the token and the trace's folder left out: what may be written down.
 
         Args:
             default_stages: where neither stages nor cuts were given.
+            engine: where none was asked for.
             listen: where other machines join; None starts all stages here, and they share the cores.
         """
         cut = super().settings(default_stages)
         return {
             **cut,
             "loader": choice(self.loader, ("shard", "hf"), "--loader"),
-            "compute": choice(self.compute, ("exact",), "--compute"),
+            "compute": self._engines(engine, cut["stages"]),
             # A machine that joins may have fewer cores than this one, so that it is not told how many to use.
             "threads": at_least(0, self.threads, "--threads") if listen else ring_threads(self.threads, cut["stages"]),
             "prefill_chunk": at_least(1, self.prefill_chunk, "--prefill-chunk"),
@@ -142,6 +152,21 @@ class RingOptions(CutOptions):
             "window": at_least(0, self.window, "--window"),
             **self._moves(cut["stages"]),
         }
+
+    def _engines(self, default: str, stages: int) -> str | tuple[str, ...]:
+        """The engine of all stages, or each one's.
+
+        Raises:
+            UsageError: one that there is not, or not one for each stage.
+        """
+        names = [choice(name.strip(), ENGINES, "--compute") for name in (self.compute or default).split(",")]
+        if len(names) not in (1, stages):
+            raise UsageError(
+                f"{len(names)} engines are named",
+                where="--compute",
+                expected=f"one, or one for each of {stages} stages",
+            )
+        return names[0] if len(names) == 1 else tuple(names)
 
     def _moves(self, stages: int) -> dict[str, Any]:
         """What the plan adds to the settings: nothing, or the moves that were asked for.

@@ -132,7 +132,7 @@ def stage(
             tls=tls,
         )
         ctrl = o.address(place.ctrl, "--ctrl") if place.given else None
-        settings = {**ring.settings(listen=ctrl), **shared}
+        settings = {**ring.settings(listen=ctrl, engine="fast"), **shared}
         if place.given:
             settings |= {
                 "data": o.address(place.recv, "--recv"),

@@ -66,7 +66,8 @@ class Assign(Message, frozen=True):
 class Loaded(Message, frozen=True):
     """Stage to head: my segments are built and my data listener is open.
 
-    ``host`` empty means: the address from which you see me.
+    ``host`` empty means: the address from which you see me. ``compute`` is the engine that runs, ``note`` what the user
+    is to know of it.
     """
 
     host: str
@@ -74,6 +75,8 @@ class Loaded(Message, frozen=True):
     parameters: int
     resident_bytes: int
     move_port: int = 0
+    compute: str = ""
+    note: str = ""
 
 
 class Connect(Message, frozen=True):

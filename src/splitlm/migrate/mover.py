@@ -177,7 +177,7 @@ class Mover:
         timings: dict[str, float] = {}
         warm = self._files.in_page_cache(block)
         costs.cached = warm if costs.cached is None or warm is None else costs.cached and warm
-        (module,) = self._files.load_blocks([block], timings)
+        (module,) = self._stage.load_blocks([block], timings)
         costs.construct_ms += timings["construct"]
         costs.read_ms += timings["read"]
         return module

@@ -20,6 +20,7 @@ from splitlm.core.cut import Segment
 from splitlm.core.errors import CheckpointError, UnknownFamilyError
 from splitlm.model import residency
 from splitlm.model.border import foreign
+from splitlm.model.compute.packing import Packing
 from splitlm.model.config import context_of, read_config
 from splitlm.model.family import Family, check_layout, find_family
 from splitlm.model.index import CheckpointIndex
@@ -53,7 +54,7 @@ class Part:
     Attributes:
         module: the causal model of transformers with what is not ours left out.
         windows: sliding window of each block of ours, or None.
-        timings: milliseconds of ``construct``, ``read`` and ``assign``.
+        timings: milliseconds of ``construct``, ``read``, ``assign`` and ``pack``.
     """
 
     segment: Segment
@@ -167,8 +168,11 @@ class ModelFiles:
             name = self.family.embed_key
         return name.removeprefix(self._strip) if self._strip else name
 
-    def load(self, segments: Sequence[Segment], loader: Loader = "shard") -> list[Part]:
+    def load(self, segments: Sequence[Segment], loader: Loader = "shard", packing: Packing | None = None) -> list[Part]:
         """The modules of these segments, in order; a table that two of them need is held once.
+
+        Args:
+            packing: packs each block as soon as it is read, and the head.
 
         Raises:
             CheckpointError: a tensor is missing, of another shape or element type, or its file is truncated.
@@ -179,7 +183,7 @@ class ModelFiles:
         if self.tied and any(segment.head for segment in segments):
             self._check_tied()
         shared: dict[str, torch.Tensor] = {}
-        parts = [build(segment, shared) for segment in segments]
+        parts = [build(segment, shared, packing) for segment in segments]
         for part in parts:
             residency.check_filled(part.module, str(self.folder))
             residency.check_aligned(part.module, str(self.folder))
@@ -192,11 +196,19 @@ class ModelFiles:
         found = [self.index.cached(key) for key in self.index.entries if key.startswith(prefix)]
         return None if not found or None in found else all(found)
 
-    def load_blocks(self, indices: Sequence[int], timings: dict[str, float] | None = None) -> list[nn.Module]:
+    def load_blocks(
+        self,
+        indices: Sequence[int],
+        timings: dict[str, float] | None = None,
+        packing: Packing | None = None,
+        base: Any = None,
+    ) -> list[nn.Module]:
         """Blocks of the model, each built afresh, weights loaded; nothing here keeps them alive.
 
         Args:
-            timings: to which the milliseconds of ``construct`` and ``read`` are added.
+            timings: to which the milliseconds of ``construct``, ``read`` and ``pack`` are added.
+            packing: packs each block as soon as it is read.
+            base: the base model that the blocks are for, where they are packed.
 
         Raises:
             CheckpointError: a tensor is missing or damaged, or a block has a buffer that no file holds.
@@ -212,12 +224,16 @@ class ModelFiles:
             built = time.perf_counter()
             self._fill(block, self._keys(block, self.family.block_prefix(i)), {})
             residency.check_filled(block, str(self.folder))
-            spent["construct"] = spent.get("construct", 0.0) + (built - started) * 1e3
-            spent["read"] = spent.get("read", 0.0) + (time.perf_counter() - built) * 1e3
+            read = time.perf_counter()
+            if packing is not None:
+                block = packing.block(block, base)
+            done = time.perf_counter()
+            for what, seconds in (("construct", built - started), ("read", read - built), ("pack", done - read)):
+                spent[what] = spent.get(what, 0.0) + seconds * 1e3
             blocks.append(block)
         return blocks
 
-    def _load_shard(self, segment: Segment, shared: dict[str, torch.Tensor]) -> Part:
+    def _load_shard(self, segment: Segment, shared: dict[str, torch.Tensor], packing: Packing | None) -> Part:
         where, before, held = str(self.folder), len(self.index.reads), set(shared)
         started = time.perf_counter()
         model = build_skeleton(self.config, self.family, self.dtype, where)
@@ -232,12 +248,21 @@ class ModelFiles:
         # Before the weights: a module's parameters are initialised along with its buffers.
         compute_buffers(model, where)
         built = time.perf_counter()
-        read_s = sum(self._fill(module, of, shared) for module, of in zip([model, *blocks], keys, strict=True))
+        read_s = self._fill(model, keys[0], shared)
+        pack_ms = packing.ms if packing is not None else 0.0
+        for place, of in enumerate(keys[1:]):
+            read_s += self._fill(blocks[place], of, shared)
+            if packing is not None:
+                blocks[place] = packing.block(blocks[place], getattr(model, self.family.base))
+        if packing is not None and segment.head:
+            packing.head(model)
+        pack_s = (packing.ms - pack_ms) / 1e3 if packing is not None else 0.0
         set_blocks(model, self.family, segment, blocks, self.config)
         stored = {key for key in names.values() if not self.is_fresh(key)}
         residency.check_reads(self.index.reads[before:], stored - held, where)
         done = time.perf_counter()
-        timings = {"construct": built - started, "read": read_s, "assign": done - built - read_s}
+        rest = done - built - read_s - pack_s
+        timings = {"construct": built - started, "read": read_s, "assign": rest, "pack": pack_s}
         return Part(segment, model, self._windows_of(segment), {k: v * 1e3 for k, v in timings.items()})
 
     def _built(self, make: BlockFactory, index: int) -> nn.Module:
@@ -282,7 +307,7 @@ class ModelFiles:
         """A tensor that is made here; None for one that is read."""
         return None
 
-    def _load_whole(self, segment: Segment, shared: dict[str, torch.Tensor]) -> Part:
+    def _load_whole(self, segment: Segment, shared: dict[str, torch.Tensor], packing: Packing | None) -> Part:
         started = time.perf_counter()
         model = whole_model(self.folder, self.dtype)
         check_layout(model, self.family, str(self.folder))
@@ -297,7 +322,13 @@ class ModelFiles:
             key = self.key(self.family.embed_key)
             holder.weight = nn.Parameter(shared.setdefault(key, holder.weight.detach()), False)
         done = time.perf_counter()
-        timings = {"construct": 0.0, "read": (read - started) * 1e3, "assign": (done - read) * 1e3}
+        timings = {"construct": 0.0, "read": (read - started) * 1e3, "assign": (done - read) * 1e3, "pack": 0.0}
+        if packing is not None:
+            packed = [packing.block(block, base) for block in kept]
+            set_blocks(model, self.family, segment, packed, self.config)
+            if segment.head:
+                packing.head(model)
+            timings["pack"] = (time.perf_counter() - done) * 1e3
         return Part(segment, model, self._windows_of(segment), timings)
 
     def _windows_of(self, segment: Segment) -> list[int | None]:

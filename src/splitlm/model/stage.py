@@ -12,20 +12,37 @@ from torch import nn
 from splitlm.core.cut import Segment
 from splitlm.core.errors import ProtocolError
 from splitlm.model.cache import BlockKV, SessionCache
-from splitlm.model.compute.base import Engine
+from splitlm.model.compute.base import Engine, Job
 from splitlm.model.compute.exact import ExactEngine
+from splitlm.model.compute.fast import FusedEngine
+from splitlm.model.compute.packing import Packing
+from splitlm.model.compute.products import KINDS, products
 from splitlm.model.load import Loader, ModelFiles, Part
 from splitlm.model.skeleton import set_blocks
 
 
+@dataclass(frozen=True)
+class Step:
+    """One session's part of a forward; see ``Job`` for shapes."""
+
+    session: int
+    inputs: torch.Tensor
+    position: int
+    logits: bool = False
+
+
 class Stage:
-    """Runs its segment for any number of sessions, one session per forward.
+    """Runs its segment for any number of sessions.
 
     Positions are told, never inferred; a step that does not begin where the session's KV ends is refused.
+
+    Args:
+        packing: how blocks are packed that come later; None leaves them as they are.
     """
 
-    def __init__(self, part: Part, files: ModelFiles, engine: Engine) -> None:
+    def __init__(self, part: Part, files: ModelFiles, engine: Engine, packing: Packing | None = None) -> None:
         self.part = part
+        self.packing = packing
         self._files = files
         self.dtype = files.dtype
         self.hidden = files.hidden
@@ -55,26 +72,42 @@ class Stage:
     def forward(
         self, session: int, inputs: torch.Tensor, position: int, *, logits: bool = False
     ) -> torch.Tensor | None:
-        """One step of one session; see ``Engine.run`` for shapes.
+        """One step of one session; see ``Job`` and ``Engine.run`` for shapes.
 
         Raises:
             ProtocolError: no such session, a position that does not follow its KV, or inputs of a wrong shape or type.
         """
-        cache = self._sessions.get(session)
+        (out,) = self.forward_many([Step(session, inputs, position, logits)])
+        return out
+
+    def forward_many(self, steps: Sequence[Step]) -> list[torch.Tensor | None]:
+        """A step of each of several sessions at once: ``engine.width`` at most.
+
+        Raises:
+            ProtocolError: as ``forward`` does, before anything was computed; or a session that comes twice.
+        """
+        jobs = [self._job(step) for step in steps]
+        if len({step.session for step in steps}) < len(steps):
+            raise ProtocolError("A session came twice in one step", where=str(self.segment), expected="one step each")
+        out = self.engine.run(jobs)
+        for job in jobs:
+            job.cache.seen += job.inputs.shape[1]
+        return out
+
+    def _job(self, step: Step) -> Job:
+        session, cache = step.session, self._sessions.get(step.session)
         if cache is None:
             raise ProtocolError(
                 f"Session {session} is not open", where=str(self.segment), expected="Open before Hidden"
             )
-        if position != cache.seen:
+        if step.position != cache.seen:
             raise ProtocolError(
-                f"Session {session} continues at position {position}",
+                f"Session {session} continues at position {step.position}",
                 where=str(self.segment),
                 expected=f"position {cache.seen}, where its KV ends",
             )
-        self._check_inputs(inputs)
-        out = self.engine.run(inputs, position, cache, logits)
-        cache.seen += inputs.shape[1]
-        return out
+        self._check_inputs(step.inputs)
+        return Job(step.inputs, step.position, cache, step.logits)
 
     def _check_inputs(self, inputs: torch.Tensor) -> None:
         if self.segment.embed:
@@ -111,6 +144,11 @@ class Stage:
         if cache is None:
             return torch.empty(0), torch.empty(0), first
         return cache.by_block[block].take(first, limit)
+
+    def load_blocks(self, indices: Sequence[int], timings: dict[str, float]) -> list[nn.Module]:
+        """Blocks that could be held here, ready for this stage's engine; see ``ModelFiles.load_blocks``."""
+        base = getattr(self.part.module, self._files.family.base)
+        return self._files.load_blocks(indices, timings, self.packing, base)
 
     def change(
         self, segment: Segment, blocks: Mapping[int, nn.Module], kv: Mapping[int, Mapping[int, BlockKV]]
@@ -165,6 +203,9 @@ class Moved:
         """Give their memory back at once: modules may hang in reference cycles, storage does not. Returns bytes."""
         freed = 0
         for module in self.blocks.values():
+            for product in products(module):
+                freed += product.nbytes
+                product.release()
             for tensor in [*module.parameters(), *module.buffers()]:
                 freed += tensor.nbytes
                 tensor.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
@@ -173,17 +214,34 @@ class Moved:
         return freed
 
 
-def build_stages(files: ModelFiles, segments: Sequence[Segment], *, loader: Loader = "shard") -> list[Stage]:
-    """The stages of one node, weights loaded, sharing what they can (see ``ModelFiles.load`` for errors)."""
-    parts = files.load(segments, loader)
-    return [Stage(part, files, ExactEngine(part, files.family)) for part in parts]
+def build_stages(
+    files: ModelFiles, segments: Sequence[Segment], *, loader: Loader = "shard", compute: str = "exact"
+) -> list[Stage]:
+    """The stages of one node, weights loaded, sharing what they can (see ``ModelFiles.load`` for errors).
+
+    Args:
+        compute: an engine that this machine has (``compute/choice.py``).
+    """
+    if compute == "exact":
+        return [Stage(part, files, ExactEngine(part, files.family)) for part in files.load(segments, loader)]
+    packing = Packing(KINDS[compute], files.family)
+    parts = files.load(segments, loader, packing)
+    return [Stage(part, files, _packed_engine(part, files, packing), packing) for part in parts]
+
+
+def _packed_engine(part: Part, files: ModelFiles, packing: Packing) -> Engine:
+    if packing.fused:
+        return FusedEngine(part, files, packing)
+    return ExactEngine(part, files.family, f"{packing.kind.name} (linear layers only)")
 
 
 def resident_bytes(stages: Sequence[Stage]) -> int:
     """Bytes of weights and buffers that the stages of one process hold, shared storage counted once."""
     seen: dict[int, int] = {}
+    packed = 0
     for stage in stages:
         for tensor in stage.part.tensors():
             storage: Any = tensor.untyped_storage()
             seen[storage.data_ptr()] = storage.nbytes()
-    return sum(seen.values())
+        packed += sum(product.nbytes for product in products(stage.part.module))
+    return packed + sum(seen.values())

@@ -27,7 +27,7 @@ def assumed(settings: RingSettings, files: ModelFiles, cut: Cut) -> Ring:
 
     A head costs what reading its weights says; on simulated devices, which take their time per block, nothing.
     """
-    model = model_profile(files, settings.model, settings.compute)
+    model = model_profile(files, settings.model, settings.engines)
     head = 0.0 if any(settings.pace_of(node) for node in range(cut.stages)) else files.head_cost
     names = [f"node {node}" for node in range(cut.stages)]
     devices = tuple(

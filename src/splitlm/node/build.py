@@ -8,7 +8,9 @@ import torch
 
 from splitlm.core.cut import Cut
 from splitlm.infer.relay import Relay
+from splitlm.model.compute.choice import choose
 from splitlm.model.compute.paced import PacedEngine
+from splitlm.model.compute.products import products
 from splitlm.model.load import Loader, ModelFiles
 from splitlm.model.stage import Stage, build_stages, resident_bytes
 from splitlm.telemetry.folder import versions
@@ -16,6 +18,9 @@ from splitlm.telemetry.memory import peak_rss_bytes
 from splitlm.telemetry.record import StageMeta
 
 MIB = 2**20
+NOTE_CHARS = 400
+UNPACKED = 8
+"""How many matrices that could not be packed are named."""
 
 
 @dataclass(frozen=True)
@@ -37,6 +42,16 @@ class Built:
     meta: StageMeta
 
     @property
+    def note(self) -> str:
+        """What the user is to know of the engine; empty where all is as asked."""
+        meta, found = self.meta, []
+        if meta.asked:
+            found.append(f"runs {meta.compute}, since it was asked to run {meta.asked}")
+        if meta.unpacked:
+            found.append(f"a matrix stays in float32: {meta.unpacked[0]}")
+        return "; ".join(found)[:NOTE_CHARS]
+
+    @property
     def resident_bytes(self) -> int:
         """Bytes of weights held."""
         return self.meta.resident_bytes
@@ -52,12 +67,15 @@ def build_node(files: ModelFiles, cut: Cut, node: int, name: str, settings: Buil
         torch.set_num_threads(settings.threads)  # here, since a stage learns the number after its thread began
     before = peak_rss_bytes()
     segments = cut.held_by(node)
-    stages = build_stages(files, segments, loader=settings.loader)
+    choice = choose(settings.compute)
+    stages = build_stages(files, segments, loader=settings.loader, compute=choice.name)
+    packing = stages[0].packing
     if settings.pace_ms:
         for stage in stages:
             stage.engine = PacedEngine(stage.engine, stage.part, settings.pace_ms)
-    timings = {key: sum(stage.part.timings[key] for stage in stages) for key in ("construct", "read", "assign")}
+    timings = {key: sum(stage.part.timings[key] for stage in stages) for key in ("construct", "read", "assign", "pack")}
     seen: dict[int, int] = {}
+    packed = sum(p.elements for stage in stages for p in products(stage.part.module))
     for stage in stages:
         for param in stage.part.module.parameters():
             seen[param.data_ptr()] = param.numel()
@@ -66,12 +84,16 @@ def build_node(files: ModelFiles, cut: Cut, node: int, name: str, settings: Buil
         name=name,
         segments="; ".join(map(str, segments)),
         blocks=[i for segment in segments for i in segment.blocks],
-        parameters=sum(seen.values()),
+        parameters=packed + sum(seen.values()),
         resident_bytes=resident_bytes(stages),
         dtype=str(files.dtype).removeprefix("torch."),
         device="cpu",
         threads=torch.get_num_threads(),
         compute=stages[0].engine.name,
+        asked=f"{settings.compute} ({choice.why})" if choice.why else "",
+        pack_ms=timings["pack"],
+        inexact=packing.inexact / packing.numbers if packing is not None and packing.numbers else 0.0,
+        unpacked=packing.left[:UNPACKED] if packing is not None else [],
         construct_ms=timings["construct"],
         read_ms=timings["read"],
         assign_ms=timings["assign"],

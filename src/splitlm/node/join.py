@@ -221,7 +221,15 @@ class _Member:
         async def opened(data_port: int, move_port: int) -> None:
             meta = built.meta
             await self._spoke.send(
-                Loaded(settings.advertise, data_port, meta.parameters, meta.resident_bytes, move_port)
+                Loaded(
+                    settings.advertise,
+                    data_port,
+                    meta.parameters,
+                    meta.resident_bytes,
+                    move_port,
+                    meta.compute,
+                    built.note,
+                )
             )
 
         async def told() -> Connect:

@@ -228,7 +228,7 @@ class Members:
                     family=settings.family,
                     loader=settings.loader,
                     dtype=dtype,
-                    compute=settings.compute,
+                    compute=settings.compute_of(member.node),
                     threads=settings.threads,
                     deadline_s=settings.deadline_s,
                     pace_ms=settings.pace_of(member.node),

@@ -88,7 +88,7 @@ def measure_device(
         Segment(0, 1, embed=True),
         Segment(last, files.blocks, head=True),
     ]
-    one, several, embed, head = _times(build_stages(files, segments), context_tokens, repeats)
+    one, several, embed, head = _times(build_stages(files, segments, compute=compute), context_tokens, repeats)
     block = (several - one) / (many - 1) if many > 1 else one
     # Noise must not make a block free: at the least it takes its share of the larger stage.
     block = max(block, several / many / 2)

@@ -156,7 +156,7 @@ class RingHost:
             cut = await self._gather(group, cut, files)
         self.cut = cut
         self.say(f"loading {'; '.join(map(str, cut.held_by(0)))}")
-        build = BuildSettings(settings.loader, settings.compute, settings.threads, settings.pace_of(0))
+        build = BuildSettings(settings.loader, settings.compute_of(0), settings.threads, settings.pace_of(0))
         self._built = built = await self._runner.run(build_node, files, cut, 0, self._name, build)
         if settings.trace_dir is not None:
             self._sink = Trace(trace_path(settings.trace_dir, 0))
@@ -186,9 +186,18 @@ class RingHost:
             lead = self._lead(self._head, self._meter, built, mover, self._members, plan)
             for part in lead.parts:
                 group.create_task(self._patiently(part))
+        for node, note in self._notes(built):
+            self.say(f"node {node} {note}")
         self.say("ready")
         self.started.set_result(self._head)
         await self._patiently(self._head.run())
+
+    def _notes(self, built: Built) -> list[tuple[int, str]]:
+        """What the user is to know of the nodes' engines."""
+        notes = [(0, built.note)]
+        if self._members is not None:
+            notes += [(m.node, m.loaded.note) for m in self._members.placed if m.loaded is not None]
+        return [(node, note) for node, note in notes if note]
 
     def _lead(self, head: Head, meter: Meter, built: Built, mover: Mover, members: Members, plan: Plan) -> Lead:
         settings = self.settings

@@ -10,13 +10,12 @@ from typing import Protocol, get_args
 
 from splitlm.coordinator.coordinator import CTRL_TIMEOUT_S
 from splitlm.core.cut import Cut, balanced_boundaries, make_cut
+from splitlm.core.engines import ENGINES
 from splitlm.core.errors import UsageError
 from splitlm.core.shifts import Shift
 from splitlm.model.load import Loader
 
 PLANS = ("noop", "auto")
-ENGINES = ("exact",)
-"""Compute engines by name."""
 
 
 def silence(ctrl_timeout_s: float) -> float:
@@ -62,7 +61,7 @@ class RingSettings:
     family: str = ""
     loader: Loader = "shard"
     dtype: str = "auto"
-    compute: str = "exact"
+    compute: str | tuple[str, ...] = "exact"
     threads: int = 0
     pace_ms: float | tuple[float, ...] = 0.0
     prefill_chunk: int = 128
@@ -84,11 +83,21 @@ class RingSettings:
         """The pace of one node's simulated device."""
         return self.pace_ms[node % len(self.pace_ms)] if isinstance(self.pace_ms, tuple) else self.pace_ms
 
+    @property
+    def engines(self) -> str:
+        """Every engine that is asked for, in words."""
+        return self.compute if isinstance(self.compute, str) else ",".join(self.compute)
+
+    def compute_of(self, node: int) -> str:
+        """The engine that one node is asked to run."""
+        return self.compute[node % len(self.compute)] if isinstance(self.compute, tuple) else self.compute
+
     def __post_init__(self) -> None:
         paces = self.pace_ms if isinstance(self.pace_ms, tuple) else (self.pace_ms,)
+        computes = self.compute if isinstance(self.compute, tuple) else (self.compute,)
         rules: list[tuple[str, object, bool, str]] = [
             ("loader", self.loader, self.loader in get_args(Loader), " or ".join(get_args(Loader))),
-            ("compute", self.compute, self.compute in ENGINES, " or ".join(ENGINES)),
+            ("compute", self.compute, bool(computes) and set(computes) <= set(ENGINES), " or ".join(ENGINES)),
             ("threads", self.threads, self.threads >= 0, "0 (the machine's choice) or more"),
             ("pace_ms", self.pace_ms, all(0 <= ms < inf for ms in paces), "0 (off) or more"),
             ("prefill_chunk", self.prefill_chunk, self.prefill_chunk >= 1, "at least 1"),

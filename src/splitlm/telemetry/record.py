@@ -73,6 +73,10 @@ class StageMeta(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, t
         device: where it computes.
         threads: intra-op threads.
         compute: its compute engine.
+        asked: the engine it was asked to run, where it runs another one, and why.
+        pack_ms: packing its weights.
+        inexact: share of the packed numbers that float16 does not hold exactly.
+        unpacked: matrices that could not be packed and stay in float32, and why; the first few.
         construct_ms: building the modules on the meta device.
         read_ms: reading tensors; ``read_kind`` says what that is.
         assign_ms: assigning them to the modules.
@@ -97,6 +101,10 @@ class StageMeta(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, t
     read_kind: str
     import_rss_mb: float
     versions: dict[str, str]
+    asked: str = ""
+    pack_ms: float = 0.0
+    inexact: float = 0.0
+    unpacked: list[str] = []
 
 
 class Session(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag_field="record", tag="session"):

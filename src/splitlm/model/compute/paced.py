@@ -6,11 +6,11 @@ Used where two cores cannot stand for three machines. Never chosen by default.
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 
 import torch
 
-from splitlm.model.cache import SessionCache
-from splitlm.model.compute.base import Engine
+from splitlm.model.compute.base import Engine, Job
 from splitlm.model.load import Part
 
 
@@ -19,13 +19,14 @@ class PacedEngine:
 
     def __init__(self, engine: Engine, part: Part, block_ms: float) -> None:
         self.name = f"{engine.name}, paced at {block_ms:g} ms per block"
+        self.width = engine.width
         self._engine, self._part = engine, part
         self.block_ms = block_ms
 
-    def run(self, inputs: torch.Tensor, position: int, cache: SessionCache, logits: bool) -> torch.Tensor | None:
+    def run(self, jobs: Sequence[Job]) -> list[torch.Tensor | None]:
         """See ``Engine.run``."""
         until = time.perf_counter() + self._part.segment.count * self.block_ms / 1e3
-        out = self._engine.run(inputs, position, cache, logits)
+        out = self._engine.run(jobs)
         left = until - time.perf_counter()
         if left > 0:
             time.sleep(left)

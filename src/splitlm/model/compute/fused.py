@@ -1,0 +1,201 @@
+"""A transformer block in few operations: products merged and packed, norms and rotation in one call each.
+
+What a block of transformers computes is described by a row of ``LAYOUTS``, by the name of its class; blocks of other
+classes are not fused. A block that was fused is compared with itself before its own weights go (``packing.py``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+from splitlm.model.cache import SessionCache
+from splitlm.model.compute.attention import attend, rotate, visible
+from splitlm.model.compute.products import Product
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Where a block of transformers keeps its parts.
+
+    Attributes:
+        attention, mlp: the two halves.
+        query: products of the attention's way in, in the order query, key, value.
+        out: its way out.
+        up: products of the MLP's way in: gate and up, or one.
+        down: its way out.
+        act: the MLP's activation.
+        norms: before attention, after it, before the MLP, after it; "" for none.
+        gain: added to a norm's weight.
+        rotary: whether queries and keys are rotated.
+        softcap: attribute of the attention with the bound of its scores.
+    """
+
+    attention: str = "self_attn"
+    mlp: str = "mlp"
+    query: tuple[str, ...] = ("q_proj", "k_proj", "v_proj")
+    out: str = "o_proj"
+    up: tuple[str, ...] = ("gate_proj", "up_proj")
+    down: str = "down_proj"
+    act: str = "act_fn"
+    norms: tuple[str, str, str, str] = ("input_layernorm", "", "post_attention_layernorm", "")
+    gain: float = 0.0
+    rotary: bool = True
+    softcap: str = ""
+
+
+_GEMMA = ("input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm")
+LAYOUTS: dict[str, Layout] = {
+    "LlamaDecoderLayer": Layout(),
+    "MistralDecoderLayer": Layout(),
+    "Qwen2DecoderLayer": Layout(),
+    "Qwen3DecoderLayer": Layout(),
+    "Gemma2DecoderLayer": Layout(norms=_GEMMA, gain=1.0, softcap="attn_logit_softcapping"),
+    "Gemma3DecoderLayer": Layout(norms=_GEMMA, gain=1.0),
+    "GPT2Block": Layout(
+        attention="attn",
+        query=("c_attn",),
+        out="c_proj",
+        up=("c_fc",),
+        down="c_proj",
+        act="act",
+        norms=("ln_1", "", "ln_2", ""),
+        rotary=False,
+    ),
+}
+
+
+@dataclass(frozen=True)
+class Rows:
+    """The rows of one session in a step: ``[begin, end)`` of all rows."""
+
+    begin: int
+    end: int
+    cache: SessionCache
+
+
+Packer = Callable[[torch.Tensor, torch.Tensor | None], Product]
+Turn = tuple[torch.Tensor, torch.Tensor]
+"""Cosines and sines of every row of a step, see ``Rotary.rows``."""
+
+
+class Norm(nn.Module):
+    """RMS norm, or layer norm where there is a bias."""
+
+    def __init__(self, norm: Any, gain: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(norm.weight.detach().float() + gain, False)
+        bias = getattr(norm, "bias", None)
+        self.bias = None if bias is None else nn.Parameter(bias.detach().float(), False)
+        found = [getattr(norm, name) for name in ("variance_epsilon", "eps") if hasattr(norm, name)]
+        self.eps = float(found[0])
+        self.shape = tuple(self.weight.shape)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Over the last dimension."""
+        if self.bias is not None:
+            return functional.layer_norm(x, self.shape, self.weight, self.bias, self.eps)
+        return functional.rms_norm(x, self.shape, self.weight, self.eps)
+
+
+class FusedBlock(nn.Module):
+    """One block; takes the place of the block that it was made from, whose index in the model it keeps.
+
+    Args:
+        block: of transformers, of a class in ``LAYOUTS``.
+        pack: packs a matrix ``[out, in]`` and its bias.
+
+    Raises:
+        AttributeError: the block lacks a part that its layout names.
+    """
+
+    def __init__(self, block: Any, pack: Packer) -> None:
+        super().__init__()
+        layout = LAYOUTS[type(block).__name__]
+        attention, mlp = getattr(block, layout.attention), getattr(block, layout.mlp)
+        self.index = int(attention.layer_idx)
+        self.dtype = next(block.parameters()).dtype
+        self.kind = getattr(attention, "layer_type", None)
+        self.rotary = layout.rotary
+        self.head_dim = int(attention.head_dim)
+        self.scale = float(attention.scaling)
+        self.softcap = getattr(attention, layout.softcap) if layout.softcap else None
+        self.act = getattr(mlp, layout.act)
+        self.gated = len(layout.up) == 2
+        self.before, self.after, self.before_mlp, self.after_mlp = (
+            Norm(getattr(block, name), layout.gain) if name else None for name in layout.norms
+        )
+        norms = [getattr(attention, name, None) for name in ("q_norm", "k_norm")]
+        self.q_norm, self.k_norm = (Norm(norm, layout.gain) if norm is not None else None for norm in norms)
+        query, out = _merged(attention, layout.query), matrix(getattr(attention, layout.out))
+        self.heads = out[0].shape[1] // self.head_dim
+        self.kv_heads = (query[0].shape[0] // self.head_dim - self.heads) // 2
+        self.query, self.out = pack(*query), pack(*out)
+        self.up = pack(*_merged(mlp, layout.up))
+        self.down = pack(*matrix(getattr(mlp, layout.down)))
+
+    def forward(self, x: torch.Tensor, rows: Sequence[Rows], turn: Turn | None) -> torch.Tensor:
+        """``[n, hidden]`` to the same shape, in float32; the sessions' KV grows by their rows.
+
+        Args:
+            turn: where the block rotates.
+        """
+        heads, kv_heads = self.heads, self.kv_heads
+        r = self.query(_normed(self.before, x)).view(-1, heads + 2 * kv_heads, self.head_dim)
+        value = r[:, heads + kv_heads :]
+        if self.q_norm is not None and self.k_norm is not None:
+            turning = torch.cat([self.q_norm(r[:, :heads]), self.k_norm(r[:, heads : heads + kv_heads])], 1)
+        else:
+            turning = r[:, : heads + kv_heads]
+        if turn is not None:
+            turning = rotate(turning, *turn)
+        query, key = turning[:, :heads], turning[:, heads:]
+        seen = [self._attention(query, key, value, part) for part in rows]
+        a = _normed(self.after, self.out(seen[0] if len(seen) == 1 else torch.cat(seen)))
+        x = x + a
+        up = self.up(_normed(self.before_mlp, x))
+        if self.gated:
+            gate, up = up.chunk(2, -1)
+            up = self.act(gate).mul_(up)
+        else:
+            up = self.act(up)
+        return x + _normed(self.after_mlp, self.down(up))
+
+    def _attention(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, part: Rows) -> torch.Tensor:
+        kv = part.cache.by_block[self.index]
+        q, k, v = query[part.begin : part.end], key[part.begin : part.end], value[part.begin : part.end]
+        keys, values = kv.update(_stored(k, self.dtype), _stored(v, self.dtype))
+        mask = visible(q.shape[0], keys.shape[2], kv.window)
+        return attend(q, keys, values, self.scale, mask, self.softcap)
+
+
+def matrix(layer: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Weight ``[out, in]`` and bias of a linear layer, or of GPT-2's, which stores its weight the other way round."""
+    weight = layer.weight.detach()
+    bias = getattr(layer, "bias", None)
+    return (weight.t() if type(layer).__name__ == "Conv1D" else weight), None if bias is None else bias.detach()
+
+
+def _merged(owner: Any, names: Sequence[str]) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Several layers of one input as one."""
+    parts = [matrix(getattr(owner, name)) for name in names]
+    if len(parts) == 1:
+        return parts[0]
+    weights = [weight for weight, _ in parts]
+    if all(bias is None for _, bias in parts):
+        return torch.cat(weights), None
+    return torch.cat(weights), torch.cat([w.new_zeros(w.shape[0]) if b is None else b for w, b in parts])
+
+
+def _normed(norm: Norm | None, x: torch.Tensor) -> torch.Tensor:
+    return x if norm is None else norm(x)
+
+
+def _stored(rows: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """``[n, heads, d]`` as a cache takes it."""
+    return rows.to(dtype).transpose(0, 1).unsqueeze(0)

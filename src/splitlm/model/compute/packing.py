@@ -1,0 +1,145 @@
+"""From modules as they were loaded to packed ones: block by block, so that both are in memory for one block at most."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import torch
+from torch import nn
+
+from splitlm.model.cache import SessionCache
+from splitlm.model.compute.attention import Rotary
+from splitlm.model.compute.fused import LAYOUTS, FusedBlock, Rows, matrix
+from splitlm.model.compute.products import Kind, PlainProduct, Product
+from splitlm.model.family import Family
+
+TRIAL_ROWS = 5
+
+
+class Swapped(nn.Module):
+    """A packed product where a linear layer of transformers was: any leading dimensions, any element type."""
+
+    def __init__(self, product: Product, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.product, self.dtype = product, dtype
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """``[…, in]`` to ``[…, out]``."""
+        out: torch.Tensor = self.product(x.reshape(-1, x.shape[-1]).float())
+        return out.view(*x.shape[:-1], -1).to(self.dtype)
+
+
+class Packing:
+    """Packs the blocks and the head of one process's segments in one way.
+
+    Attributes:
+        kind: how.
+        fused: whether blocks are rebuilt in few operations; else only their linear layers are exchanged.
+        ms: spent on packing.
+        packed: matrices that were.
+        left: matrices that could not be, and stay in float32, each with the reason.
+        inexact: numbers that float16 cannot hold exactly, of how many: of the fast kind.
+    """
+
+    def __init__(self, kind: Kind, family: Family) -> None:
+        self.kind, self.family = kind, family
+        self.fused = True
+        self.ms = 0.0
+        self.packed = 0
+        self.left: list[str] = []
+        self.inexact, self.numbers = 0, 0
+        self._tried = False
+
+    def block(self, block: nn.Module, base: Any) -> nn.Module:
+        """A block that computes the same from packed weights; the one that came is used up.
+
+        Args:
+            base: the model it belongs to, for its rotary module.
+        """
+        started = time.perf_counter()
+        if type(block).__name__ not in LAYOUTS:
+            self.fused = False
+        made: nn.Module | None = None
+        if self.fused:
+            made = self._fuse(block, base)
+        if made is None:
+            made = block
+            for owner in list(block.modules()):
+                for name, layer in list(owner.named_children()):
+                    if type(layer).__name__ == "Conv1D" or type(layer) is nn.Linear:
+                        setattr(owner, name, self._swap(layer))
+        self.ms += (time.perf_counter() - started) * 1e3
+        return made
+
+    def head(self, model: Any) -> None:
+        """Pack the output head of a model that has one."""
+        head = getattr(model, self.family.head)
+        if isinstance(head, nn.Linear):
+            started = time.perf_counter()
+            setattr(model, self.family.head, self._swap(head))
+            self.ms += (time.perf_counter() - started) * 1e3
+
+    def _swap(self, layer: nn.Module) -> Swapped:
+        weight, bias = matrix(layer)
+        return Swapped(self._pack(weight, bias), weight.dtype)
+
+    def _pack(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Product:
+        why = self.kind.misfit(weight)
+        if why:
+            self.left.append(why)
+            return PlainProduct(weight, bias)
+        self.packed += 1
+        if self.kind.name == "fast":
+            self.numbers += weight.numel()
+            self.inexact += int((weight.half().to(weight.dtype) != weight).sum())
+        return self.kind.make(weight, bias)
+
+    def _fuse(self, block: nn.Module, base: Any) -> nn.Module | None:
+        """The block, fused; None, and no other will be, where what came out is not what the block computes."""
+        try:
+            made = FusedBlock(block, self._pack)
+        except (AttributeError, IndexError):  # this release of transformers has other parts in it
+            self.fused = False
+            return None
+        if not self._tried and not _agrees(block, made, base, self.kind.error):
+            self.fused = False
+            return None
+        self._tried = True
+        return made
+
+
+def rotaries(base: Any) -> dict[str | None, Rotary]:
+    """What rotates the layers of a model: one, or one for each kind of layer; none where positions are learned."""
+    module = getattr(base, "rotary_emb", None)
+    if module is None:
+        return {}
+    like = torch.empty(0, dtype=torch.float32)
+    kinds = getattr(module, "layer_types", None)
+    return {kind: Rotary(module, kind, like) for kind in (kinds or (None,))}
+
+
+@torch.inference_mode()
+def _agrees(block: nn.Module, made: FusedBlock, base: Any, error: float) -> bool:
+    """Whether both give the same for a few made-up rows, within what packing may change."""
+    weight = next(block.parameters())
+    hidden = int(made.before.weight.shape[0]) if made.before is not None else 0
+    x = torch.linspace(-2, 2, TRIAL_ROWS * hidden).sin().mul(3).view(TRIAL_ROWS, hidden).cos()
+    positions = torch.arange(TRIAL_ROWS).unsqueeze(0)
+    mask = torch.full((TRIAL_ROWS, TRIAL_ROWS), torch.finfo(weight.dtype).min).triu_(1).to(weight.dtype)
+    given: dict[str, Any] = {"attention_mask": mask[None, None], "position_ids": positions}
+    turn = None
+    if made.rotary:
+        found = rotaries(base)
+        kind = made.kind if made.kind in found else None
+        turn = found[kind].rows(0, TRIAL_ROWS)
+        more = () if kind is None else (kind,)
+        given["position_embeddings"] = base.rotary_emb(x.to(weight.dtype), positions, *more)
+    true = block(x.to(weight.dtype).unsqueeze(0), **given)
+    true = (true[0] if isinstance(true, tuple) else true)[0].float()
+    cache = SessionCache([made.index], [None])
+    ours = made(x, [Rows(0, TRIAL_ROWS, cache)], turn)
+    # What the block adds: its input would hide a wrong half.
+    worst, scale = (ours - true).abs().max(), (true - x).abs().max()
+    rounding = torch.finfo(weight.dtype).eps * true.abs().max()
+    return bool(worst <= 8 * error * scale + 8 * rounding)

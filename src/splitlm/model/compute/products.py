@@ -1,0 +1,193 @@
+"""Linear layers with packed weights: what an engine puts in place of torch's and transformers' own.
+
+Each kind packs one matrix of ``[out, in]``, and says which matrices it cannot hold. What packs and multiplies is in
+torch; whether this build and this processor have it is tried, not looked up (``missing``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+HALF_MAX = 65504.0
+"""Largest number of float16."""
+GROUP = 32
+"""Weights that share one scale and zero point in int4."""
+_TRIED = (64, 96)
+"""Shape of the matrix that is packed to find out whether a kind works here."""
+
+
+class Product(nn.Module):
+    """``x @ weight.T + bias`` for x ``[rows, in]`` in float32; the result is float32 ``[rows, out]``."""
+
+    nbytes = 0
+    """Of the packed weights."""
+    elements = 0
+    """Numbers in them, bias included."""
+
+    def release(self) -> None:
+        """Give the packed weights back at once; it cannot be called any more."""
+        self.nbytes = 0
+
+
+class PlainProduct(Product):
+    """In float32, as it was: for a matrix that cannot be packed."""
+
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(weight.float().contiguous(), False)
+        self.bias = None if bias is None else nn.Parameter(bias.float(), False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """See ``Product``."""
+        return functional.linear(x, self.weight, self.bias)
+
+
+class HalfProduct(Product):
+    """Weights in float16; activations and sums in float32 (FBGEMM). A row does not depend on those beside it."""
+
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+        super().__init__()
+        self.packed: Any = torch.ops.quantized.linear_prepack_fp16(
+            weight.float(), None if bias is None else bias.float()
+        )
+        self.elements = _elements(weight, bias)
+        self.nbytes = weight.numel() * 2 + (0 if bias is None else bias.numel() * 4)
+        self._product = torch.ops.quantized.linear_dynamic_fp16
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """See ``Product``."""
+        out: torch.Tensor = self._product(x, self.packed)
+        return out
+
+    def release(self) -> None:
+        """See ``Product``."""
+        super().release()
+        self.packed = None
+
+
+class ByteProduct(Product):
+    """Weights in int8, a scale for each output; activations are rounded to 8 bits at each call (FBGEMM).
+
+    All rows of a call share one scale of activations, so a row depends on those beside it.
+    """
+
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+        super().__init__()
+        weight = weight.float()
+        scales = weight.abs().amax(1).clamp_min(1e-8) / 127
+        zeros = torch.zeros(len(scales), dtype=torch.long)
+        rounded = torch.quantize_per_channel(weight, scales.double(), zeros, 0, torch.qint8)
+        self.packed: Any = torch.ops.quantized.linear_prepack(rounded, None if bias is None else bias.float())
+        self.elements = _elements(weight, bias)
+        self.nbytes = weight.numel() + 4 * len(scales) * (1 if bias is None else 2)
+        self._product = torch.ops.quantized.linear_dynamic
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """See ``Product``."""
+        out: torch.Tensor = self._product(x, self.packed, False)
+        return out
+
+    def release(self) -> None:
+        """See ``Product``."""
+        super().release()
+        self.packed = None
+
+
+class NibbleProduct(Product):
+    """Weights in 4 bits, a scale and a zero point for each group of 32; activations in bfloat16 (torch's kernel)."""
+
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+        super().__init__()
+        weight = weight.float()
+        rows, columns = weight.shape
+        groups = weight.view(rows, columns // GROUP, GROUP)
+        high, low = groups.amax(-1), groups.amin(-1)
+        scale = ((high - low) / 15).clamp_min(1e-8)
+        values = ((groups - low[..., None]) / scale[..., None]).round().clamp(0, 15).to(torch.int32)
+        self.packed: Any = torch.ops.aten._convert_weight_to_int4pack_for_cpu(values.view(rows, columns), 1)
+        self.scales: Any = torch.stack([scale, low + scale * 8], -1).transpose(0, 1).contiguous().bfloat16()
+        self.bias = None if bias is None else nn.Parameter(bias.float(), False)
+        self.elements = weight.numel()  # the bias is a parameter
+        self.nbytes = weight.numel() // 2 + self.scales.nbytes
+        self._product = torch.ops.aten._weight_int4pack_mm_for_cpu
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """See ``Product``."""
+        out: torch.Tensor = self._product(x.bfloat16(), self.packed, GROUP, self.scales).float()
+        return out if self.bias is None else out.add_(self.bias)
+
+    def release(self) -> None:
+        """See ``Product``."""
+        super().release()
+        self.packed = self.scales = None
+
+
+def products(module: nn.Module) -> list[Product]:
+    """All that are in a module."""
+    return [part for part in module.modules() if isinstance(part, Product)]
+
+
+def _elements(weight: torch.Tensor, bias: torch.Tensor | None) -> int:
+    return weight.numel() + (0 if bias is None else bias.numel())
+
+
+def _half_fits(weight: torch.Tensor) -> str:
+    largest = float(weight.abs().max())
+    return "" if largest <= HALF_MAX else f"it holds {largest:g}, beyond float16"
+
+
+def _any_fits(_: torch.Tensor) -> str:
+    return ""
+
+
+def _nibble_fits(weight: torch.Tensor) -> str:
+    rows, columns = weight.shape
+    return "" if columns % GROUP == 0 and rows % 16 == 0 else f"its shape is {rows} x {columns}"
+
+
+@dataclass(frozen=True)
+class Kind:
+    """One way to pack.
+
+    Attributes:
+        name: of the engine that packs so.
+        make: packs a matrix ``[out, in]`` and its bias.
+        misfit: why a matrix cannot be packed; "" for one that can.
+        width: how many sessions may share a product without changing each other's numbers.
+        error: what the result may differ by, as a share of its largest number: a bound for sanity, not a promise.
+    """
+
+    name: str
+    make: Callable[[torch.Tensor, torch.Tensor | None], Product]
+    misfit: Callable[[torch.Tensor], str]
+    width: int
+    error: float
+
+    def missing(self) -> str:
+        """Why this machine cannot run it; "" where it can. Packs and multiplies a small matrix to find out."""
+        weight = torch.linspace(-1, 1, _TRIED[0] * _TRIED[1]).view(_TRIED).sin()
+        rows = torch.linspace(-2, 2, 3 * _TRIED[1]).view(3, _TRIED[1]).cos()
+        true = functional.linear(rows, weight)
+        try:
+            with torch.inference_mode():
+                found = self.make(weight, None)(rows)
+        except (RuntimeError, AttributeError, NotImplementedError) as error:
+            return " ".join(str(error).split())[:160] or type(error).__name__
+        worst = float((found - true).abs().max() / true.abs().max())
+        return "" if worst <= self.error else f"its results are wrong by {worst:.1%}"
+
+
+KINDS = {
+    kind.name: kind
+    for kind in (
+        Kind("fast", HalfProduct, _half_fits, 32, 2e-3),
+        Kind("int8", ByteProduct, _any_fits, 1, 5e-2),
+        Kind("int4", NibbleProduct, _nibble_fits, 1, 2e-1),
+    )
+}
