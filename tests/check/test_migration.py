@@ -15,7 +15,7 @@ from splitlm.model.cache import BlockKV
 
 
 def check(model: Path, *arguments: str) -> int:
-    return run(["check", "migration", str(model), "--tokens", "8", "--shift-at", "3", *arguments])
+    return run(["check", "migration", str(model), "--no-trace", "--tokens", "8", "--shift-at", "3", *arguments])
 
 
 def test_every_move_of_a_cut_in_one_process(tiny: Callable[[str], Path], capsys: pytest.CaptureFixture[str]) -> None:
@@ -48,7 +48,18 @@ def test_moves_that_the_text_did_not_reach_are_no_success(
     shutil.copytree(stories, tmp_path, dirs_exist_ok=True)
     config = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 16}))
-    arguments = ["check", "migration", str(tmp_path), "--tokens", "60", "--shift-at", "30", "--stages", "2"]
+    arguments = [
+        "check",
+        "migration",
+        str(tmp_path),
+        "--no-trace",
+        "--tokens",
+        "60",
+        "--shift-at",
+        "30",
+        "--stages",
+        "2",
+    ]
     assert run([*arguments, "--prompt", "Once"]) == 1
     err = capsys.readouterr().err
     assert "nothing was checked: 1 of 1 moves did not happen: the texts ended before" in err
@@ -106,3 +117,14 @@ def test_a_move_that_does_not_happen_is_no_success(
     arguments = ["check", "equivalence", str(tiny("llama")), "--cuts", "2,3", "--no-trace", "--prompt", "A fox"]
     assert run([*arguments, "-n", "10", "--shift-at", "25", "--shift-k", "-1"]) == 1
     assert "1 of 1 moves did not happen" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("words", [["migration", "--tokens", "8", "--shift-at", "3"], ["equivalence", "-n", "3"]])
+def test_a_check_leaves_its_settings_and_its_result(
+    words: list[str], tiny: Callable[[str], Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "run"
+    model = str(tiny("llama"))
+    assert run(["check", *words, model, "--cuts", "2,3", "--trace-dir", str(folder), "--json", "-q"]) == 0
+    assert json.loads((folder / "result.json").read_text()) == json.loads(capsys.readouterr().out)
+    assert json.loads((folder / "run.json").read_text())["config"]["model"] == model

@@ -13,7 +13,7 @@ from splitlm.cli import options as o
 from splitlm.cli.console import Console, console
 from splitlm.cli.interrupts import held
 from splitlm.cli.moves import told
-from splitlm.cli.runs import RunOptions
+from splitlm.cli.runs import RunOptions, keep_result
 from splitlm.cli.tables import table
 from splitlm.core.errors import CheckFailedError, UsageError
 
@@ -81,6 +81,7 @@ def equivalence(
     with run.folder("check-equivalence", {"model": model, **settings, **request}) as folder:
         settings["trace_dir"] = folder
         result = compared(model, prompt or (), say=voice.say, token=ring.token, **request, **settings)
+        keep_result(folder, _json(result))
     if as_json:
         voice.json(_json(result))
     else:

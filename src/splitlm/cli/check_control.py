@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from splitlm.cli.console import console
+from splitlm.cli.runs import RunOptions, keep_result
 from splitlm.core.errors import CheckFailedError
 
 if TYPE_CHECKING:
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
 
 def control(
     context: typer.Context,
+    run: RunOptions,
     only: Annotated[str, typer.Option(help="One question: happy, nack or kill (default: all).")] = "",
     ctrl_timeout: Annotated[float, typer.Option(help="Seconds within which a death must be known to all.")] = 1.0,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
@@ -24,14 +26,19 @@ def control(
     voice = console(context)
     from splitlm.check.control import check
 
-    answer = check(only, ctrl_timeout, voice.say)
+    with run.folder("check-control", {"only": only, "ctrl_timeout": ctrl_timeout}) as folder:
+        answer = check(only, ctrl_timeout, voice.say)
+        found = {"ok": answer.ok, **asdict(answer)}
+        keep_result(folder, found)
     if as_json:
-        voice.json({"ok": answer.ok, **asdict(answer)})
+        voice.json(found)
     else:
         for finding in answer.findings:
             voice.out(f"{'ok    ' if finding.ok else 'FAILED'} {finding.name}: {finding.text}")
         for name, value in answer.figures.items():
             voice.out(f"{name:<16} {value:.3f}")
+    if folder is not None:
+        voice.note(f"result in {folder}")
     if not answer.ok:
         raise failure(answer)
 

@@ -8,6 +8,7 @@ import typer
 
 from splitlm.cli import options as o
 from splitlm.cli.console import Console, console
+from splitlm.cli.runs import RunOptions, keep_result
 from splitlm.cli.tables import table
 from splitlm.core.errors import CheckFailedError
 
@@ -19,6 +20,7 @@ def migration(
     context: typer.Context,
     model: o.Model,
     cut: o.CutOptions,
+    run: RunOptions,
     tokens: Annotated[int, typer.Option(help="Tokens of each case.")] = 40,
     shift_at: Annotated[list[int] | None, typer.Option(help="Blocks move after this token (default: 20).")] = None,
     prompt: Annotated[str, typer.Option(help="Text to go on from (default: one longer than a sliding window).")] = "",
@@ -39,11 +41,15 @@ def migration(
     voice.say("starting")
     from splitlm.check.migration import migration as checked
 
-    result = checked(model, say=voice.say, **settings)
+    with run.folder("check-migration", {"model": model, **settings}) as folder:
+        result = checked(model, say=voice.say, **settings)
+        keep_result(folder, _json(result))
     if as_json:
         voice.json(_json(result))
     else:
         _show(voice, result)
+    if folder is not None:
+        voice.note(f"result in {folder}")
     if not result.ok:
         raise failure(result)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -14,7 +15,7 @@ from splitlm.telemetry.folder import run_folder, write_run
 
 @dataclass(frozen=True)
 class RunOptions:
-    """Where a run's trace and logs go."""
+    """Where a run's trace, logs and result go."""
 
     trace_dir: o.TraceDir = None
     no_trace: o.NoTrace = False
@@ -58,6 +59,20 @@ def run_dir(
             remedy="Choose another with --trace-dir, or use --no-trace",
         ) from error
     return folder
+
+
+def keep_result(folder: Path | None, found: Mapping[str, object]) -> None:
+    """Write ``result.json``, what a verb prints with ``--json``, into a run's folder.
+
+    Raises:
+        UsageError: it cannot be written.
+    """
+    if folder is None:
+        return
+    try:
+        (folder / "result.json").write_text(json.dumps(found, indent=2) + "\n")
+    except OSError as error:
+        raise UsageError(f"The result cannot be written ({error.strerror})", where=str(folder)) from error
 
 
 def _remove_if_idle(folder: Path) -> None:
