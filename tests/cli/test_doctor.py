@@ -7,6 +7,7 @@ import json
 import re
 import shutil
 import socket
+import ssl
 import threading
 import tomllib
 from collections.abc import Callable, Iterator
@@ -17,6 +18,7 @@ import pytest
 
 from splitlm.cli import checkup
 from splitlm.cli.checkup import Finding
+from tests.link.certificates import folders, good
 
 from .command import ROOT, run
 
@@ -158,7 +160,7 @@ def test_an_address_to_listen_on() -> None:
 
 
 @contextmanager
-def head(token: str) -> Iterator[str]:
+def head(token: str, tls: ssl.SSLContext | None = None) -> Iterator[str]:
     """A control port as a head opens it; its address."""
     from splitlm.bus.star import StarHub
     from splitlm.link import tcp
@@ -169,7 +171,8 @@ def head(token: str) -> Iterator[str]:
     loop = asyncio.new_event_loop()
 
     async def serve() -> None:
-        listener = await tcp.listen("127.0.0.1", 0, Identity(stranger("the head"), token), "control", expect_peer="x")
+        me = Identity(stranger("the head"), token)
+        listener = await tcp.listen("127.0.0.1", 0, me, "control", expect_peer="x", tls=tls)
         hub = StarHub(listener)
         where.append(f"127.0.0.1:{listener.port}")
         ready.set()
@@ -198,3 +201,17 @@ def test_a_head_to_join(monkeypatch: pytest.MonkeyPatch) -> None:
         assert refused.verdict == "fail" and "token" in refused.text
     gone = findings("--join", where, "--deadline", "0.2")["join"]
     assert gone.verdict == "fail" and "0.2 s" in gone.text
+
+
+def test_a_head_to_join_over_tls(tmp_path: Path) -> None:
+    """With a certificate of its authority, of another, with none, and with one that is no good."""
+    ours, theirs = str(folders() / "good" / "a"), str(folders() / "other" / "a")
+    with head("", good("b").listening) as where:
+        found = findings("--join", where, "--tls", ours)
+        assert (found["tls"].verdict, found["join"].verdict) == ("ok", "ok") and ours in found["tls"].text
+        refused = findings("--join", where, "--tls", theirs)["join"]
+        assert refused.verdict == "fail" and "CA" in refused.text
+        plain = findings("--join", where, "--tls", "off", "--deadline", "1")
+        assert plain["join"].verdict == "fail" and "tls" not in plain
+        missing = findings("--join", where, "--tls", str(tmp_path))
+        assert missing["tls"].verdict == "fail" and "join" not in missing

@@ -141,15 +141,32 @@ def listening(host: str, port: int) -> Finding:
     return Finding("listen", "ok", f"{host}:{port} is free")
 
 
-def joining(host: str, port: int, token: str, deadline_s: float) -> Finding:
-    """Whether a head is there, speaks our version and takes our token. It does not count as a stage."""
+def certificates(folder: str) -> Finding:
+    """Whether this node's certificate, its key and its authority are there and valid."""
+    from splitlm.wire.tls import load
+
+    try:
+        load(Path(folder))
+    except SplitlmError as error:
+        return _failed("tls", error)
+    return Finding("tls", "ok", f"the certificate in {folder} can be used")
+
+
+def joining(host: str, port: int, token: str, deadline_s: float, folder: str | None = None) -> Finding:
+    """Whether a head is there, speaks our version and takes our token. It does not count as a stage.
+
+    Args:
+        folder: of this node's certificate; None looks over a plain link.
+    """
     from splitlm.link import tcp
     from splitlm.node.identity import stranger
     from splitlm.wire.handshake import Identity
+    from splitlm.wire.tls import load
 
     async def look() -> str:
         identity = Identity(stranger("doctor"), token)
-        channel = await tcp.connect(host, port, identity, "control", deadline_s=deadline_s, who="the head")
+        tls = load(Path(folder)).dialling if folder is not None else None
+        channel = await tcp.connect(host, port, identity, "control", deadline_s=deadline_s, who="the head", tls=tls)
         name = channel.claims.node
         await channel.close()
         return name

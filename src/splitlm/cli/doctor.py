@@ -9,6 +9,7 @@ import typer
 
 from splitlm.cli import checkup
 from splitlm.cli import options as o
+from splitlm.cli.certs import TlsFolder, tls_folder
 from splitlm.cli.checkup import Finding
 from splitlm.cli.console import console
 from splitlm.core.errors import CheckFailedError
@@ -22,6 +23,7 @@ class PeerOptions:
     join: Annotated[str, typer.Option(metavar="HOST:PORT", help="Whether a head there would let us in.")] = ""
     deadline: Annotated[float, typer.Option(help="Seconds to wait for that head.")] = 3.0
     token_file: o.TokenFile = None
+    tls: TlsFolder = ""
 
 
 def doctor(
@@ -43,9 +45,12 @@ def doctor(
         found += checkup.model(model, settings, joins=join is not None)
     if listen:
         found.append(checkup.listening(*listen))
-    if join:
+    folder = tls_folder(peers.tls, *filter(None, (listen, join)))
+    if folder is not None:
+        found.append(checkup.certificates(folder))
+    if join and (folder is None or found[-1].verdict == "ok"):
         voice.say(f"looking for the head at {peers.join}")
-        found.append(checkup.joining(*join, token, deadline))
+        found.append(checkup.joining(*join, token, deadline, folder))
     if as_json:
         voice.json([asdict(finding) for finding in found])
     else:
