@@ -46,6 +46,7 @@ def example(kind: type[Message]) -> Message:
         dict[str, object]: {"a": 1},
         dict[int, float]: {1: 2.5},
         dict[str, float]: {"a": 2.5},
+        dict[str, list[int]]: {"a": [1, 2]},
         list[training.SavedFile]: [training.SavedFile("name", 1, "digest")],
         tuple[str, int]: ("host", 1),
         tuple[training.Role, int]: ("worker", 1),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,9 +14,10 @@ import torch
 
 from splitlm.core import messages, training
 from splitlm.core.config import RunConfig
-from splitlm.core.errors import CheckpointError, PeerLostError, SplitlmError, UsageError
+from splitlm.core.errors import CheckpointError, PeerLostError, PeerMissingError, SplitlmError, UsageError
 from splitlm.finetune import partyfile, store
 from splitlm.finetune.manifest import MANIFEST
+from splitlm.finetune.recipe import read_rows
 from tests.node.test_training_faults import is_
 from tests.node.test_tuning import config, model_folder, rows_file
 from tests.node.training_scene import Scene, Who, once, play, weights
@@ -91,6 +93,72 @@ def test_a_run_whose_coordinator_was_killed_is_gone_on_with(
     assert again.error is None and rounds == [1, 2] and set(loaded) == {0}
     parties = [f"owner-{n}" for n in range(owners)] + [f"worker-{n}" for n in range(workers)]
     same(tmp_path / "whole", run, made, *parties)
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_owners_that_come_back_in_another_order_have_their_own_state(
+    shared: bool, make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each with rows of its own; on machines of their own, or with one folder for both."""
+    lines = (tmp_path / "train.jsonl").read_text().splitlines(keepends=True)
+    rows = [tmp_path / "rows-a.jsonl", tmp_path / "rows-b.jsonl"]
+    for path, part in zip(rows, (lines[:15], lines[15:]), strict=True):
+        path.write_text("".join(part))
+    made = make(2, 1)
+
+    def owners(run: Path, *order: int) -> dict[str, Any]:
+        folders = {} if shared else {("owner", at): run / f"of-{number}" for at, number in enumerate(order)}
+        return {"folders": folders, "data": {("owner", at): rows[number] for at, number in enumerate(order)}}
+
+    def last(run: Path, number: int) -> tuple[str, dict[str, torch.Tensor]]:
+        """What the owner of these rows is called, and its optimizer's state after the last round."""
+        mark = read_rows(made, "train", rows[number]).fingerprint
+        folder = (run if shared else run / f"of-{number}") / "rounds" / "000002"
+        names = [path.stem.removeprefix("party-") for path in folder.glob("party-owner-*.json")]
+        stored = {name: partyfile.load_party(folder, name) for name in names}
+        found = [name for name in names if stored[name].extra == {"rows": mark}]
+        assert len(found) == 1
+        return found[0], stored[found[0]].optimizer["state"][0]  # type: ignore[index]
+
+    run, other = tmp_path / "run", tmp_path / "other"
+    stop = once(is_("to", ("owner", 0), training.Gather, round=1), Scene.stop_lead)
+    play(made, run, monkeypatch, stop, **owners(run, 0, 1))
+    shutil.copytree(run, other)
+    assert play(made, run, monkeypatch, resume=True, **owners(run, 0, 1)).error is None
+    assert play(made, other, monkeypatch, resume=True, **owners(other, 1, 0)).error is None
+    for number in (0, 1):
+        (name, state), (there, same_state) = last(run, number), last(other, number)
+        assert name == there and state.keys() == same_state.keys()
+        for key, tensor in state.items():
+            torch.testing.assert_close(tensor, same_state[key], rtol=0, atol=1e-9)
+    assert float(last(run, 0)[1]["step"]) != float(last(run, 1)[1]["step"])  # which tells them apart
+
+
+def test_an_owner_without_its_files_is_turned_away_by_name(
+    make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made, run = make(2, 1), tmp_path / "run"
+    folders: dict[Who, Path] = {("owner", n): run / f"of-{n}" for n in (0, 1)}
+    stop = once(is_("to", ("owner", 0), training.Gather, round=1), Scene.stop_lead)
+    play(made, run, monkeypatch, stop, folders=folders)
+    monkeypatch.setattr("tests.node.training_scene.DEADLINE_S", 2.0)
+    scene = play(made, run, monkeypatch, resume=True, folders={**folders, ("owner", 1): tmp_path / "new"})
+    assert isinstance(scene.error, PeerMissingError) and "1 owner to register" in str(scene.error)
+    away = [line for line in scene.said if "turned away" in line]
+    assert len(away) == 1 and "need the files of owner-" in away[0] and "nobody" in away[0]
+    told = [str(error) for error in scene.ends.values() if "need the files" in str(error)]
+    assert len(told) == 1 and "no place" in told[0] and "--folder" in told[0]
+
+
+def test_rows_that_changed_are_told_of(
+    make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    made, run = make(), tmp_path / "run"
+    play(made, run, monkeypatch, once(is_("to", ("owner", 0), training.Gather, round=1), Scene.stop_lead))
+    data = tmp_path / "train.jsonl"
+    data.write_text(data.read_text().replace("w1 ", "w2 "))
+    assert play(made, run, monkeypatch, resume=True).error is None
+    assert [line for line in caplog.messages if "rows of owner-0 are others" in line and "round 0" in line]
 
 
 def test_a_run_that_was_killed_in_its_first_round_begins_anew(

@@ -24,6 +24,8 @@ from splitlm.node.party import PartySettings, run_party
 from splitlm.node.partylinks import LinkSettings
 from splitlm.node.trainlead import LeadSettings, lead
 
+DEADLINE_S = 20.0
+"""How long the coordinator waits for parties."""
 Who = tuple[str, int]
 Strike = Callable[["Scene", str, Who, Any], None]
 """Called with every message of the control plane before it is delivered: ``to`` or ``from`` which party, and what."""
@@ -57,6 +59,8 @@ class Scene:
         strike: see ``Strike``.
         folder: of the run.
         pace_ms: of its workers.
+        folders: of parties that have one of their own, in the order in which they are started.
+        data: rows that are all a party's own.
         error: what it ended with.
         ends: what parties ended with that were not killed, by role and number.
         rows: what was recorded.
@@ -66,6 +70,8 @@ class Scene:
     strike: Strike
     folder: Path
     pace_ms: float = 0.0
+    folders: dict[Who, Path] = field(default_factory=dict)
+    data: dict[Who, Path] = field(default_factory=dict)
     error: SplitlmError | None = None
     ends: dict[Who, SplitlmError | None] = field(default_factory=dict)
     rows: list[tuple[str, dict[str, Any]]] = field(default_factory=list)
@@ -134,7 +140,7 @@ class Scene:
             folder=self.folder,
             resume=resume,
             advertise="127.0.0.1",
-            deadline_s=20.0,
+            deadline_s=DEADLINE_S,
             say=self.said.append,
             record=lambda kind, row: self.rows.append((kind, row)),
         )
@@ -147,7 +153,8 @@ class Scene:
                     made,
                     lambda name, _: Path(name),
                     LinkSettings(host="127.0.0.1"),
-                    folder=self.folder,
+                    own_data=self.data.get((role, number)),
+                    folder=self.folders.get((role, number), self.folder),
                     dtype=dtype,
                     pace_ms=self.pace_ms if role == "worker" else 0.0,
                 )
@@ -188,9 +195,11 @@ def play(
     resume: bool = False,
     dtype: str = "float64",
     pace_ms: float = 0.0,
+    folders: dict[Who, Path] | None = None,
+    data: dict[Who, Path] | None = None,
 ) -> Scene:
     """Run it to its end, whatever that is; nothing hangs, and no task is left."""
-    scene = Scene(strike, folder, pace_ms)
+    scene = Scene(strike, folder, pace_ms, folders or {}, data or {})
 
     async def main() -> None:
         async with asyncio.timeout(60):

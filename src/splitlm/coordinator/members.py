@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 from splitlm.core import training
@@ -24,6 +24,7 @@ class Member:
         node: its number in barriers.
         name: how it calls itself.
         weight: of a worker, against the others.
+        kept: of whom, and of which rounds, files lie in its folder.
         loaded: what it said once it was built.
         heard: what it has said.
     """
@@ -33,6 +34,7 @@ class Member:
     node: int
     name: str
     weight: float = 1.0
+    kept: Mapping[str, list[int]] = field(default_factory=dict)
     loaded: training.Loaded = field(default_factory=training.Loaded)
     heard: Heard = field(default_factory=Heard)
 
@@ -58,10 +60,10 @@ class Members:
     def __len__(self) -> int:
         return len(self._of)
 
-    def add(self, peer: str, who: Who, name: str, weight: float) -> Member:
+    def add(self, peer: str, number: int, said: training.Register) -> Member:
         """One more."""
         self._nodes += 1
-        member = self._of[peer] = Member(peer, who, self._nodes, name, weight)
+        member = self._of[peer] = Member(peer, (said.role, number), self._nodes, said.name, said.weight, said.kept)
         return member
 
     def of(self, role: Role) -> list[Member]:

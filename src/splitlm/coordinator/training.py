@@ -16,6 +16,7 @@ from splitlm.coordinator.attempt import REASON, Attempt
 from splitlm.coordinator.closing import Closing
 from splitlm.coordinator.members import Lost, Member, Members
 from splitlm.coordinator.orders import Aggregator, Orders, Standing
+from splitlm.coordinator.places import Places
 from splitlm.core import messages, training
 from splitlm.core.errors import NetworkError, PeerLostError, PeerMissingError, ProtocolError, SplitlmError
 from splitlm.core.errors import from_exit_code as reported
@@ -53,6 +54,7 @@ class Training:
         self._hub, self.orders, self._aggregator = hub, orders, aggregator
         self.say, self._record = say, record
         self.members = Members()
+        self._places = Places(orders, self.members)
         self.standing = Standing()
         self._seq = 0
         self._full = False
@@ -166,18 +168,15 @@ class Training:
         return await self.hear(deadline_s, awaited, relay=relay)
 
     async def _register(self, peer: str, said: training.Register) -> Member | None:
-        limit = self.orders.owners if said.role == "owner" else self.orders.workers
-        taken = {member.who[1] for member in self.members.of(said.role)}
-        free = [number for number in range(limit) if number not in taken]
-        if not free or self._full:
-            text = f"There is no place for another {said.role}: the run has {limit}"
-            try:
+        number = None if self._full else self._places.take(said)
+        if number is None:
+            text = f"The run has begun without this {said.role}" if self._full else self._places.refusal(said)
+            self.say(f"{said.name} is turned away: {text}")
+            with contextlib.suppress(PeerLostError):
                 await self._hub.send(peer, messages.Stop(text))
-            except PeerLostError:
-                pass
             await self._hub.drop(peer)
             return None
-        member = self.members.add(peer, (said.role, free[0]), said.name, said.weight)
+        member = self.members.add(peer, number, said)
         self._classes = max(self._classes, said.classes)
         self.say(f"{member} is here")
         return member

@@ -26,12 +26,15 @@ class Register(TrainingMessage, frozen=True):
         name: how it calls itself (``host:pid``).
         weight: how much of the work a worker takes, against the others.
         classes: that an owner's rows have; 0 where they have none.
+        kept: whose files (``owner-1``) of which rounds lie in its folder, stored with the same rows: what it can go on
+            from.
     """
 
     role: Role
     name: str
     weight: float = 1.0
     classes: int = 0
+    kept: dict[str, list[int]] = msgspec.field(default_factory=dict)
 
 
 class SavedFile(msgspec.Struct, frozen=True):

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
-from urllib.parse import quote
+from urllib.parse import quote, unquote
 
 import msgspec
 import torch
@@ -24,6 +24,8 @@ from splitlm.model.checkpoint import flush, save_tensors, unwritable
 KEPT = 3
 """Rounds of a party that are kept: the two that are whole, and the one that is not yet."""
 
+ROWS = "rows"
+"""Of ``Party.extra``: the fingerprint of an owner's rows."""
 _WEIGHTS, _OPTIMIZER, _RNG = "weights/", "optimizer/", "rng"
 
 
@@ -75,6 +77,28 @@ def save_party(folder: Path, name: str, party: Party) -> tuple[Path, Path]:
         save_tensors(temporary, tensors)
     write(said, msgspec.json.encode(values))
     return stored, said
+
+
+def held(run: Path, role: str, mark: str) -> dict[str, list[int]]:
+    """Of whom and of which rounds files lie in a folder: what a party of this role can go on from.
+
+    Args:
+        run: the folder.
+        role: of the parties that are looked for.
+        mark: of the party's rows. Whose files were stored with the same mark are named alone, if there are any: two
+            owners on one machine may share a folder.
+    """
+    found: dict[str, list[int]] = {}
+    mine: set[str] = set()
+    for path in sorted(run.glob(f"rounds/*/party-{role}-*.json")):
+        name = unquote(path.stem.removeprefix("party-"))
+        if not path.parent.name.isdecimal():
+            continue
+        found.setdefault(name, []).append(int(path.parent.name))
+        with contextlib.suppress(OSError, msgspec.MsgspecError, UnicodeDecodeError):
+            if msgspec.json.decode(path.read_bytes(), type=_Values).extra.get(ROWS, "") == mark:
+                mine.add(name)
+    return {name: rounds for name, rounds in found.items() if name in mine or not mine}
 
 
 def load_party(folder: Path, name: str) -> Party:

@@ -159,6 +159,8 @@ class OwnerData:
         self._recipe, self._number, self._rows, self._own = recipe, number, rows, own
         self._codec = TextCodec(recipe.files.folder)
         self._valid = encoded(recipe, self._codec, valid, range(len(valid))) if valid is not None else []
+        self.mark = rows.fingerprint
+        """Tells these rows from others'."""
         self._examples: list[Example] = []
         self._drawn = -1
 

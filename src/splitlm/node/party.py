@@ -21,6 +21,7 @@ from splitlm.finetune.crossing import Crossing
 from splitlm.finetune.data import Rows
 from splitlm.finetune.discretion import discreet
 from splitlm.finetune.engine import Engine
+from splitlm.finetune.partyfile import held
 from splitlm.finetune.plane import Neighbour, Plane
 from splitlm.finetune.recipe import OwnerData, Recipe, model_folder, open_recipe, read_rows
 from splitlm.model.device import find_device, receive_memory
@@ -110,11 +111,12 @@ class _Party:
         self._averaging: Averaging | None = None
 
     async def run(self) -> None:
-        rows, classes = None, 0
-        if self._settings.role == "owner":
-            rows = await asyncio.to_thread(read_rows, self._settings.config, "train", self._settings.own_data)
-            classes = rows.num_labels
-        await self._spoke.send(training.Register(self._settings.role, self._name, self._settings.weight, classes))
+        settings, rows = self._settings, None
+        if settings.role == "owner":
+            rows = await asyncio.to_thread(read_rows, settings.config, "train", settings.own_data)
+        classes, mark = (rows.num_labels, rows.fingerprint) if rows is not None else (0, "")
+        kept = await asyncio.to_thread(held, settings.folder, settings.role, mark) if settings.folder else {}
+        await self._spoke.send(training.Register(settings.role, self._name, settings.weight, classes, kept))
         try:
             await self._take_part(rows)
         except SplitlmError as error:

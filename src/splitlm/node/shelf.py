@@ -6,6 +6,7 @@ window (``model.seeding``, ``finetune.batches``), and a run is gone on with at t
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 
 from splitlm.coordinator.orders import stored_name
@@ -13,10 +14,12 @@ from splitlm.core import training
 from splitlm.core.errors import CheckpointError, ModelError
 from splitlm.finetune.manifest import File
 from splitlm.finetune.party import Party
+from splitlm.finetune.partyfile import ROWS, PartyFolder
 from splitlm.finetune.partyfile import Party as Stored
-from splitlm.finetune.partyfile import PartyFolder
 from splitlm.finetune.recipe import Recipe
 from splitlm.model.tuned import load_into
+
+_log = logging.getLogger("splitlm.train")
 
 
 class Shelf:
@@ -27,9 +30,13 @@ class Shelf:
         party: what is stored.
         start: the party's place in the run, and what it goes on from.
         folder: where; None stores nothing.
+        mark: of an owner's rows.
     """
 
-    def __init__(self, recipe: Recipe, party: Party, start: training.Start, folder: Path | None) -> None:
+    def __init__(
+        self, recipe: Recipe, party: Party, start: training.Start, folder: Path | None, mark: str = ""
+    ) -> None:
+        self._mark = mark
         self._party, self._start = party, start
         self._name = stored_name((party.role, party.number))
         keeps = folder is not None and recipe.config.server.parameters.save
@@ -50,6 +57,7 @@ class Shelf:
             tensors={name: parameter.detach() for name, parameter in self._party.parameters.items()},
             optimizer=optimizer.state_dict() if optimizer is not None else None,
             cursor={"round": round_ + 1},
+            extra={ROWS: self._mark} if self._mark else {},
         )
         files = self._folder.save(round_, stored)
         return [training.SavedFile(name, file.bytes, file.sha256) for name, file in sorted(files.items())]
@@ -74,6 +82,8 @@ class Shelf:
             )
         files = {file.name: File(file.nbytes, file.digest) for file in start.files}
         stored = self._folder.load(start.resume, files, start.stored)
+        if own and stored.extra.get(ROWS, self._mark) != self._mark:
+            _log.warning("The rows of %s are others than those that round %d was stored with", self._name, start.resume)
         try:
             load_into(self._party.parameters, stored.tensors)
             if self._party.optimizer is not None and isinstance(stored.optimizer, dict) and (own or self._alike):

@@ -54,7 +54,7 @@ class Tuning:
         self._recipe, self._party, self._engine, self._plane = recipe, party, engine, plane
         self._runner, self._spoke, self._data, self._start = runner, spoke, data, start
         self._spawn, self._say = spawn, say
-        self._shelf = Shelf(recipe, party, start, folder)
+        self._shelf = Shelf(recipe, party, start, folder, data.mark if data is not None else "")
         self._follower = Follower()
         self._open: Announced | None = None
         self._work: asyncio.Task[None] | None = None
