@@ -215,6 +215,20 @@ def test_a_head_that_never_comes() -> None:
     refused(run("stage", "--join", "no-such-host.invalid:1", "--no-trace"), 3, "cannot be resolved")
 
 
+@pytest.mark.parametrize("verb", ["generate", "stage"])
+def test_a_stage_takes_nothing_out_of_a_folder_that_it_shares(verb: str, tmp_path: Path) -> None:
+    """A ring on this machine may be writing there; only settings of an older stage are replaced."""
+    old = json.dumps({"verb": verb, "config": {"model": "theirs"}})
+    names, shared = ["trace-node0.jsonl", "trace-node1.jsonl", "stage-1.log", "note.txt"], tmp_path / "shared"
+    shared.mkdir()
+    for name in names:
+        (shared / name).write_text(name)
+    (shared / "run.json").write_text(old)
+    assert run("stage", "--join", "127.0.0.1:1", "--deadline", "0.1", "--trace-dir", shared).code == 3
+    assert [(shared / name).read_text() for name in names] == names
+    assert ((shared / "run.json").read_text() == old) == (verb == "generate")
+
+
 @pytest.mark.parametrize(
     ("options", "says"),
     [

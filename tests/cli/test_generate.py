@@ -78,22 +78,6 @@ def test_a_folder_that_is_used_again_holds_the_newest_run_alone(stories: Path, h
     assert {p.name for p in (here / "t").iterdir()} == {"notes.txt", "run.json", "trace-node0.jsonl"}
 
 
-def test_a_stage_that_joins_clears_its_own_folder(monkeypatch: pytest.MonkeyPatch, here: Path) -> None:
-    """It may have had another place before; one that the head started shares the head's folder and clears nothing."""
-    from splitlm.node import join
-
-    async def nothing(_: object) -> None:
-        return
-
-    monkeypatch.setattr(join, "run_stage", nothing)
-    old = here / "t" / "trace-node2.jsonl"
-    old.parent.mkdir()
-    for parent, stays in (("7", True), ("0", False)):
-        old.write_text("")
-        assert run("stage", "--join", "localhost:1", "--trace-dir", here / "t", "--parent", parent).code == 0
-        assert old.exists() == stays
-
-
 def test_sampling_options_arrive(stories: Path) -> None:
     """One seed gives one text, another gives another; a stop string ends it and is not part of it."""
     words = ("generate", stories, "--prompt", "Once", "-n", "20", "--no-trace", "--temperature", "1.5", "--seed")

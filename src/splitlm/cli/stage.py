@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import signal
 from dataclasses import dataclass
 from functools import partial
@@ -150,8 +151,10 @@ def stage(
     }
     ends = [o.address(place.ctrl, "--ctrl")] if place.given else [o.address(join, "--join")]
     settings["tls"] = Path(folder) if (folder := tls_folder(tls, *ends, settings["listen"])) else None
-    # A stage of a ring on one machine shares the head's folder, and the head has written its settings there.
-    with run.folder("stage", None if parent else {"model": model, "join": join}) as traces:
+    # Where a folder is shared with the head on this machine, the head's settings stay in it.
+    with run.folder(
+        "stage", None if parent or _is_anothers(run.trace_dir) else {"model": model, "join": join}
+    ) as traces:
         _follow(console(context), model, join, place if place.given else None, settings, traces)
 
 
@@ -182,11 +185,8 @@ def _follow(
     with held():
         from splitlm.model.source import resolve
         from splitlm.node.join import run_stage
-        from splitlm.node.processes import fresh_folder
         from splitlm.node.settings import Place, StageSettings
 
-    if trace_dir is not None and not settings["parent"]:
-        fresh_folder(trace_dir)
     signal.signal(signal.SIGINT, signal.default_int_handler)  # for which asyncio puts a gentler one
     find = partial(resolve, progress=voice.say)
     fixed = Place(place.layer_begin or 0, place.layer_end or 0, *ends) if place and ends else None
@@ -205,3 +205,12 @@ def _follow(
     )
     if not settings["parent"]:
         voice.note("the head is done" + (f"; trace in {trace_dir}" if trace_dir else ""))
+
+
+def _is_anothers(folder: Path | None) -> bool:
+    """Whether the settings in a folder are those of another verb's run."""
+    try:
+        told = json.loads((folder / "run.json").read_text()) if folder is not None else None
+    except (OSError, ValueError):
+        return False
+    return isinstance(told, dict) and told.get("verb") != "stage"

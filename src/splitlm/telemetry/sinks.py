@@ -67,8 +67,9 @@ def trace_path(folder: Path, node: int) -> Path:
 def clear_run(folder: Path) -> None:
     """Remove what stages of an older run left in a folder that is used again: their traces and logs, nothing else.
 
-    A ring of fewer stages would not replace all of them, and whoever reads the folder would mix two runs. Stages on
-    other machines have folders of their own.
+    A ring of fewer stages would not replace all of them, and whoever reads the folder would mix two runs. This is the
+    head's to do, before the ring is there: a stage may join while others write into the same folder, and replaces its
+    own file alone.
 
     Raises:
         OSError: a file cannot be removed.
