@@ -91,6 +91,18 @@ def test_fast_gives_the_logits_of_exact(name: str, half: Callable[[str], Path]) 
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2", "gemma3"])
+def test_a_table_that_is_the_head_too_is_held_in_sixteen_bits_twice(name: str, half: Callable[[str], Path]) -> None:
+    """What both take is what the table took; on a private ring's head as well."""
+    files = ModelFiles(half(name), dtype="float32")
+    first, _, last = make_cut(files.blocks, (2,), private=True).segments
+    for segments in ([make_cut(files.blocks, ()).segments[0]], [first, last]):
+        true, packed = build_stages(files, segments), build_stages(files, segments, compute="fast")
+        table = VOCAB * files.hidden
+        assert sum(product.elements for product in products(packed[-1].part.module.get_output_embeddings())) == 0
+        assert resident_bytes(packed) <= table * 4 + (resident_bytes(true) - table * 4) * 0.55
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2", "gemma3"])
 def test_in_bfloat16_it_is_nearer_to_float32_than_exact_is(name: str, half: Callable[[str], Path]) -> None:
     ids = some_ids(2)
     true = logits([whole(half(name), "exact")], ids)

@@ -129,7 +129,8 @@ def _move(made: Generation, epoch: int, sides: Sequence[Migration], noop_gap: fl
 
 def staging_ms(side: Migration) -> float:
     """How long one side took to bring its part of a move: building blocks, or copying rows out of live caches."""
-    return (side.weight_construct_ms or 0.0) + (side.weight_read_ms or 0.0) + (side.pack_ms or 0.0)
+    parts = (side.weight_construct_ms, side.weight_read_ms, side.weight_pack_ms, side.pack_ms)
+    return sum(part or 0.0 for part in parts)
 
 
 def protocol(records: Iterable[Record], decision: str = "noop") -> tuple[list[float], list[float]]:

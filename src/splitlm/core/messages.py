@@ -120,6 +120,7 @@ class Side(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     pause_ms: float | None = None
     weight_construct_ms: float | None = None
     weight_read_ms: float | None = None
+    weight_pack_ms: float | None = None
     page_cache_warm: bool | None = None
     pack_ms: float | None = None
     release_ms: float | None = None

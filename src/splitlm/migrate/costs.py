@@ -17,6 +17,7 @@ class Costs:
         blocks: that move.
         construct_ms: receiver: building modules without weights, on the loader thread.
         read_ms: receiver: reading their tensors.
+        weight_pack_ms: receiver: packing them for its engine.
         cached: receiver: whether they were in the page cache before; None where the system does not say.
         kv_bytes: receiver: KV installed, exactly that of the rows which the windows keep. Donor: KV sent, rows included
             that a sliding window dropped later.
@@ -33,6 +34,7 @@ class Costs:
     blocks: list[int] = field(default_factory=list)
     construct_ms: float = 0.0
     read_ms: float = 0.0
+    weight_pack_ms: float = 0.0
     cached: bool | None = None
     kv_bytes: int = 0
     kv_tokens: int = 0

@@ -164,6 +164,7 @@ class Mover:
             for source, costs in old.taken.items():
                 taken = change.taken[source]
                 taken.construct_ms, taken.read_ms, taken.cached = costs.construct_ms, costs.read_ms, costs.cached
+                taken.weight_pack_ms = costs.weight_pack_ms
         return change
 
     async def _give_up(self) -> None:
@@ -180,6 +181,7 @@ class Mover:
         (module,) = self._stage.load_blocks([block], timings)
         costs.construct_ms += timings["construct"]
         costs.read_ms += timings["read"]
+        costs.weight_pack_ms += timings["pack"]
         return module
 
     async def prepare(self, cut: Cut, seq: int) -> None:

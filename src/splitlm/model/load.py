@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -26,6 +25,7 @@ from splitlm.model.family import Family, check_layout, find_family
 from splitlm.model.index import CheckpointIndex
 from splitlm.model.kinds import DTYPES as DTYPES
 from splitlm.model.kinds import element_type, sliding_windows
+from splitlm.model.part import Part
 from splitlm.model.skeleton import (
     BlockFactory,
     block_factory,
@@ -45,31 +45,6 @@ BLOCK_BYTES = 4_000_000
 Measured with one thread: 0.36 ms for a block of almost no weights, at 10 GB/s. Reading alone would put SmolLM2-135M's
 head at 8 blocks; it takes 5.7 to 6.6 of them, and this gives 6.2.
 """
-
-
-@dataclass
-class Part:
-    """The modules of one segment, and how they came to be.
-
-    Attributes:
-        module: the causal model of transformers with what is not ours left out.
-        windows: sliding window of each block of ours, or None.
-        timings: milliseconds of ``construct``, ``read``, ``assign`` and ``pack``.
-    """
-
-    segment: Segment
-    module: Any
-    windows: list[int | None]
-    timings: dict[str, float] = field(default_factory=dict)
-
-    @property
-    def parameters(self) -> int:
-        """Number of parameters held; a table that is both embedding and head counts once."""
-        return sum({p.data_ptr(): p.numel() for p in self.module.parameters()}.values())
-
-    def tensors(self) -> list[torch.Tensor]:
-        """Everything held, parameters and buffers."""
-        return [*self.module.parameters(), *self.module.buffers()]
 
 
 class ModelFiles:
@@ -184,6 +159,11 @@ class ModelFiles:
             self._check_tied()
         shared: dict[str, torch.Tensor] = {}
         parts = [build(segment, shared, packing) for segment in segments]
+        if packing is not None and self.tied:
+            tables = [part.module for part in parts if part.segment.embed]
+            heads = [part.module for part in parts if part.segment.head]
+            for table, head in zip(tables, heads, strict=False):
+                packing.tied(table, head)
         for part in parts:
             residency.check_filled(part.module, str(self.folder))
             residency.check_aligned(part.module, str(self.folder))

@@ -17,7 +17,8 @@ from splitlm.model.compute.exact import ExactEngine
 from splitlm.model.compute.fast import FusedEngine
 from splitlm.model.compute.packing import Packing
 from splitlm.model.compute.products import KINDS, products
-from splitlm.model.load import Loader, ModelFiles, Part
+from splitlm.model.load import Loader, ModelFiles
+from splitlm.model.part import Part
 from splitlm.model.skeleton import set_blocks
 
 

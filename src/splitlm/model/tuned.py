@@ -15,8 +15,8 @@ from torch import nn
 
 from splitlm.core.cut import Segment
 from splitlm.core.errors import ModelError, ProtocolError
-from splitlm.model.load import Part
 from splitlm.model.lora import ADAPTER, Lora, adapt, begin, targets_for
+from splitlm.model.part import Part
 from splitlm.model.seeding import Seeding
 from splitlm.model.tunable import TunableFiles
 

@@ -126,6 +126,7 @@ class StageWork:
             commit_ms=costs.commit_ms,
             weight_construct_ms=costs.construct_ms if receiver else None,
             weight_read_ms=costs.read_ms if receiver else None,
+            weight_pack_ms=costs.weight_pack_ms if receiver else None,
             page_cache_warm=costs.cached if receiver else None,
             release_ms=None if receiver else released_ms,
         )

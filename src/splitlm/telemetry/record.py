@@ -15,6 +15,10 @@ class Step(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag_fi
     ``recv_wait_ms + queue_ms + compute_ms + send_ms`` runs from the end of this stage's previous step to the end of
     this one, so with one session a decode step's sum is one lap.
 
+    Sessions that share one forward have a record each, with the times of the whole: the same ``start_ns``, ``end_ns``
+    and ``compute_ms``, and ``send_ms`` until the last of their frames is with the kernel. Divide all four times by
+    ``batch`` before adding up over sessions, or a shared step counts several times.
+
     Attributes:
         node: the stage's node.
         session: the session's number.
@@ -33,6 +37,7 @@ class Step(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag_fi
         start_ns: start of compute.
         end_ns: end of compute.
         segment: index in the cut of the segment that computed; left out where the node holds one (then it is ``node``).
+        batch: how many sessions shared the forward; left out where it is 1.
         tpot_ms: head, decode only: this step's lap, from the arrival of the token it takes in to the arrival of the
             token that came of it.
         ttft_ms: head, a prompt's last chunk only: from the request to the arrival of the first token.
@@ -55,6 +60,7 @@ class Step(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag_fi
     start_ns: int
     end_ns: int
     segment: int | None = None
+    batch: int = 1
     tpot_ms: float | None = None
     ttft_ms: float | None = None
 
@@ -141,7 +147,7 @@ class Final(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag_f
         tokens: rows it computed, prompts included.
         peak_rss_mb: peak resident memory of the process, MiB.
         import_rss_mb: the same, after the imports and before the weights.
-        compute_ms: sum over its steps.
+        compute_ms: sum over its steps, one that sessions shared counted once; so are the other times.
         recv_wait_ms: sum over its steps.
         queue_ms: sum over its steps.
         send_ms: sum over its steps.
@@ -205,6 +211,7 @@ class Migration(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, t
         blocks: indices of the blocks that moved.
         weight_construct_ms: receiver: building the modules without weights.
         weight_read_ms: receiver: reading the tensors.
+        weight_pack_ms: receiver: packing them for its engine; 0 where that takes them as they are.
         page_cache_warm: receiver: whether the files' pages were in memory already.
         pack_ms: donor: putting keys and values into frames.
         kv_bytes: of keys and values that moved, all sessions.
@@ -229,6 +236,7 @@ class Migration(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, t
     pause_ms: float | None = None
     weight_construct_ms: float | None = None
     weight_read_ms: float | None = None
+    weight_pack_ms: float | None = None
     page_cache_warm: bool | None = None
     pack_ms: float | None = None
     release_ms: float | None = None

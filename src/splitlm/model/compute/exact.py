@@ -10,7 +10,7 @@ import torch
 
 from splitlm.model.compute.base import Job
 from splitlm.model.family import Family
-from splitlm.model.load import Part
+from splitlm.model.part import Part
 
 
 class ExactEngine:

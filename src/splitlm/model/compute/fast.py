@@ -10,7 +10,8 @@ import torch
 from splitlm.model.compute.base import Job
 from splitlm.model.compute.fused import Rows, Turn
 from splitlm.model.compute.packing import Packing, Swapped, rotaries
-from splitlm.model.load import ModelFiles, Part
+from splitlm.model.load import ModelFiles
+from splitlm.model.part import Part
 
 
 class FusedEngine:

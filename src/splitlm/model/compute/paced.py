@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 
 from splitlm.model.compute.base import Engine, Job
-from splitlm.model.load import Part
+from splitlm.model.part import Part
 
 
 class PacedEngine:

@@ -30,6 +30,27 @@ class Swapped(nn.Module):
         return out.view(*x.shape[:-1], -1).to(self.dtype)
 
 
+class HalfTable(nn.Module):
+    """A token embedding in float16, where the head holds the same numbers packed: both take what the table took.
+
+    Args:
+        weight: ``[vocab, hidden]``.
+        scale: by which rows are multiplied, in ``dtype``; None for none.
+        dtype: of what comes out.
+    """
+
+    def __init__(self, weight: torch.Tensor, scale: torch.Tensor | None, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(weight.half(), False)
+        self.scale = None if scale is None else scale.to(dtype)
+        self.dtype = dtype
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        """Token ids of any shape to ``[…, hidden]``."""
+        rows = nn.functional.embedding(ids, self.weight).to(self.dtype)
+        return rows if self.scale is None else rows * self.scale
+
+
 class Packing:
     """Packs the blocks and the head of one process's segments in one way.
 
@@ -80,6 +101,26 @@ class Packing:
             setattr(model, self.family.head, self._swap(head))
             self.ms += (time.perf_counter() - started) * 1e3
 
+    def tied(self, table_of: Any, head_of: Any) -> None:
+        """The table of one model is the head of another (or the same), and both are on this node: keep no second copy.
+
+        Only where float16 is smaller than what the table is in, and holds it.
+        """
+        head = getattr(head_of, self.family.head)
+        base = getattr(table_of, self.family.base)
+        table = getattr(base, self.family.embed)
+        if (
+            not isinstance(head, Swapped)
+            or isinstance(head.product, PlainProduct)
+            or not isinstance(table, nn.Embedding)
+        ):
+            return
+        head.product.elements = 0  # they are the table's
+        scale = getattr(table, "embed_scale", None)
+        known = type(table) is nn.Embedding or isinstance(scale, torch.Tensor)
+        if known and self.kind.halves and table.weight.dtype is torch.float32:
+            setattr(base, self.family.embed, HalfTable(table.weight.detach(), scale, table.weight.dtype))
+
     def _swap(self, layer: nn.Module) -> Swapped:
         weight, bias = matrix(layer)
         return Swapped(self._pack(weight, bias), weight.dtype)
@@ -90,7 +131,7 @@ class Packing:
             self.left.append(why)
             return PlainProduct(weight, bias)
         self.packed += 1
-        if self.kind.name == "fast":
+        if self.kind.halves:
             self.numbers += weight.numel()
             self.inexact += int((weight.half().to(weight.dtype) != weight).sum())
         return self.kind.make(weight, bias)

@@ -160,6 +160,7 @@ class Kind:
         make: packs a matrix ``[out, in]`` and its bias.
         misfit: why a matrix cannot be packed; "" for one that can.
         width: how many sessions may share a product without changing each other's numbers.
+        halves: whether weights are held in float16.
         error: what the result may differ by, as a share of its largest number: a bound for sanity, not a promise.
     """
 
@@ -168,6 +169,7 @@ class Kind:
     misfit: Callable[[torch.Tensor], str]
     width: int
     error: float
+    halves: bool = False
 
     def missing(self) -> str:
         """Why this machine cannot run it; "" where it can. Packs and multiplies a small matrix to find out."""
@@ -186,7 +188,7 @@ class Kind:
 KINDS = {
     kind.name: kind
     for kind in (
-        Kind("fast", HalfProduct, _half_fits, 32, 2e-3),
+        Kind("fast", HalfProduct, _half_fits, 32, 2e-3, halves=True),
         Kind("int8", ByteProduct, _any_fits, 1, 5e-2),
         Kind("int4", NibbleProduct, _nibble_fits, 1, 2e-1),
     )
