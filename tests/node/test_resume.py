@@ -146,7 +146,7 @@ def test_an_owner_without_its_files_is_turned_away_by_name(
     assert isinstance(scene.error, PeerMissingError) and "1 owner to register" in str(scene.error)
     away = [line for line in scene.said if "turned away" in line]
     assert len(away) == 1 and "need the files of owner-" in away[0] and "nobody" in away[0]
-    told = [str(error) for error in scene.ends.values() if "need the files" in str(error)]
+    told = [str(error) for error in scene.errors if "need the files" in str(error)]
     assert len(told) == 1 and "no place" in told[0] and "--folder" in told[0]
 
 

@@ -209,7 +209,32 @@ def test_the_last_of_its_role_ends_the_run_in_one_paragraph(
     text = str(scene.error)
     assert text.startswith(f"{who[0]} 0 (") and f"no {who[0]} is left" in text and "--resume" in text
     other: Who = ("owner", 0) if who[0] == "worker" else ("worker", 0)
-    assert scene.ends[other] is None  # it was told to stop, and why
+    end = scene.ends[other]
+    assert end is not None and end.exit_code == 3  # it was told to stop, and why
+    assert "The run ended early: " in str(end) and f"no {who[0]} is left" in str(end)
+
+
+def test_a_run_that_was_stopped_is_no_success_to_its_parties(
+    make: Callable[..., Place], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With Ctrl-C at the coordinator: it lives long enough to say so, whatever parties were at."""
+    _, made = make(1, 1)
+    for moment in (is_("to", ("owner", 0), training.Opened, seq=2), is_("to", ("owner", 0), training.Gather, round=0)):
+        run = tmp_path / f"run-{len(list(tmp_path.iterdir()))}"
+        scene = play(made, run, monkeypatch, once(moment, Scene.interrupt))
+        assert {error.exit_code for error in scene.errors} == {3} and len(scene.errors) == 2
+
+
+def test_what_one_party_fails_with_is_the_others_network_trouble(
+    make: Callable[..., Place], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A model at fault at one of them is no fault of another one's model."""
+    _, made = make(1, 2)
+    monkeypatch.setattr(Party, "take_backward", lambda *_: (_ for _ in ()).throw(ModelError("not finite", where="x")))
+    scene = play(made, tmp_path / "run", monkeypatch)
+    assert isinstance(scene.error, ModelError) and scene.error.exit_code == 4
+    assert len(scene.errors) == 3 and {error.exit_code for error in scene.errors} == {3}
+    assert all("The run ended early: " in str(error) and "not finite" in str(error) for error in scene.errors)
 
 
 @pytest.mark.parametrize("kind", [training.Start, training.Peers])

@@ -63,6 +63,7 @@ class Scene:
         data: rows that are all a party's own.
         error: what it ended with.
         ends: what parties ended with that were not killed, by role and number.
+        errors: the same of all parties, also of those that were given no number.
         rows: what was recorded.
         said: lines of progress.
     """
@@ -74,6 +75,7 @@ class Scene:
     data: dict[Who, Path] = field(default_factory=dict)
     error: SplitlmError | None = None
     ends: dict[Who, SplitlmError | None] = field(default_factory=dict)
+    errors: list[SplitlmError] = field(default_factory=list)
     rows: list[tuple[str, dict[str, Any]]] = field(default_factory=list)
     said: list[str] = field(default_factory=list)
     roles: dict[str, str] = field(default_factory=dict)
@@ -118,6 +120,11 @@ class Scene:
         """As kill -9 of the coordinator."""
         assert self._lead is not None
         self.silent.update(self.roles)
+        self._lead.cancel()
+
+    def interrupt(self) -> None:
+        """As Ctrl-C at the coordinator."""
+        assert self._lead is not None
         self._lead.cancel()
 
     def repeated(self) -> int:
@@ -184,6 +191,7 @@ class Scene:
         except SplitlmError as caught:
             error = caught
         self.ends[self.who(spoke.peer)] = error
+        self.errors += [error] if error is not None else []
 
 
 def play(

@@ -81,7 +81,7 @@ class Training:
             PeerLostError: no owner, or no worker, is left.
             SplitlmError: a party failed with what would only happen again: what it said.
         """
-        reason = "The run is over"
+        last: messages.Message = messages.Stop("The run is over")
         try:
             await self._gather()
             self.begun(self._classes)
@@ -89,17 +89,13 @@ class Training:
             for number in range(self.orders.first, self.orders.rounds):
                 await self._round(number)
         except SplitlmError as error:
-            reason = str(error)
+            last = _early(str(error))
             raise
         except asyncio.CancelledError:
-            reason = "The coordinator was stopped"
+            last = _early("The coordinator was stopped")
             raise
         finally:
-            await self._stop(reason)
-
-    async def _stop(self, reason: str) -> None:
-        for member in self.members:
-            await self.tell(member, messages.Stop(reason[:REASON]))
+            await self.tell_all(last)
 
     async def tell(self, member: Member, message: messages.Message) -> None:
         """Say something to a party; one that is gone is heard of by ``hear``."""
@@ -346,3 +342,8 @@ class Training:
             "grad_norm": said.norm,
         }
         self._record("window", row)
+
+
+def _early(why: str) -> messages.Trouble:
+    """Parties' last word of a run that was not brought to its end: to each of them it is another node that failed."""
+    return messages.Trouble(NetworkError.exit_code, f"The run ended early: {why}"[:REASON])

@@ -143,7 +143,7 @@ class _Party:
             case messages.Stop(reason=reason):
                 raise NetworkError(f"The coordinator has no place for this {self._settings.role}: {reason}")
             case messages.Trouble(code=code, text=text):
-                raise reported(code, f"The coordinator gave up: {text}")
+                raise reported(code, f"The coordinator parted from this {self._settings.role}: {text}")
             case other:
                 raise ProtocolError(f"A {type(other).__name__} message came", expected="Start")
 
@@ -295,7 +295,7 @@ class _Party:
                 case messages.Stop(reason=reason):
                     return reason
                 case messages.Trouble(code=code, text=text):
-                    raise reported(code, f"The coordinator gave up: {text}")
+                    raise reported(code, f"The coordinator parted from this {self._settings.role}: {text}")
                 case said if not self._heard.repeats(said):
                     raise ProtocolError(f"A {type(said).__name__} message came", expected="none before Linked")
 
