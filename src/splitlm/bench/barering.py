@@ -27,19 +27,19 @@ HEAD = struct.Struct("<qqqqq")
 """Session, position, rows, end of the sender's compute (ns), sum of the lap's hops so far (ns)."""
 
 
-def build(model: str, dtype: str, cuts: list[int], node: int) -> Stage:
+def build(model: str, dtype: str, cuts: list[int], node: int, compute: str) -> Stage:
     """The stage of one node."""
     torch.set_num_threads(1)
     files = ModelFiles(Path(model), dtype=dtype)
-    (stage,) = build_stages(files, [make_cut(files.blocks, cuts).segments[node]])
+    (stage,) = build_stages(files, [make_cut(files.blocks, cuts).segments[node]], compute=compute)
     return stage
 
 
 class BareStage:
     """A stage after the head's."""
 
-    def __init__(self, *, model: str, dtype: str, cuts: list[int], node: int) -> None:
-        self._stage = build(model, dtype, cuts, node)
+    def __init__(self, *, model: str, dtype: str, cuts: list[int], node: int, compute: str = "exact") -> None:
+        self._stage = build(model, dtype, cuts, node, compute)
         self._listener = listening()
         self.told: dict[str, Any] = {"port": self._listener.getsockname()[1]}
 
@@ -85,11 +85,11 @@ class BareStage:
 class BareRing:
     """The head of the bare ring; the other stages are its children."""
 
-    def __init__(self, *, model: str, dtype: str, cuts: list[int]) -> None:
-        nodes = range(1, len(cuts) + 1)
-        self._others = [Arm("bare-stage", model=model, dtype=dtype, cuts=cuts, node=node) for node in nodes]
+    def __init__(self, *, model: str, dtype: str, cuts: list[int], compute: str = "exact") -> None:
+        given = {"model": model, "dtype": dtype, "cuts": cuts, "compute": compute}
+        self._others = [Arm("bare-stage", node=node, **given) for node in range(1, len(cuts) + 1)]
         self._listener = listening()
-        self._stage = build(model, dtype, cuts, 0)
+        self._stage = build(model, dtype, cuts, 0, compute)
         ports = [int(arm.ready().told["port"]) for arm in self._others]
         for arm, port in zip(self._others, [*ports[1:], self._listener.getsockname()[1]], strict=True):
             arm.ask(port=port)

@@ -30,6 +30,8 @@ class Plan:
         hidden: width of the model's hidden states, in values.
         tokens: new tokens per session and turn.
         repetitions: turns that count.
+        compute: the engine of what is ours.
+        gguf: the model as a GGUF file, "" where it did not come as one.
         say: takes one line of progress.
     """
 
@@ -40,6 +42,8 @@ class Plan:
     tokens: int = 64
     repetitions: int = 5
     dtype: str = "float32"
+    compute: str = "exact"
+    gguf: str = ""
     say: Callable[[str], None] = lambda _: None
 
     def arms(self) -> Arms:
@@ -117,6 +121,7 @@ def measure(
     *,
     tokens: int,
     repetitions: int,
+    compute: str = "exact",
     folder: Path | None = None,
     say: Callable[[str], None] = lambda _: None,
 ) -> list[Figure]:
@@ -128,17 +133,20 @@ def measure(
         names: keys of ``comparisons``.
         tokens: new tokens per session and turn.
         repetitions: turns that count.
+        compute: the engine of what is ours.
         folder: where traces go; None keeps none.
         say: takes one line of progress.
 
     Raises:
         ModelMissingError: there is no such model.
-        UsageError: a text of one of them is longer than the model's context.
+        UsageError: a text of one of them is longer than the model's context, or this machine lacks the engine.
         SplitlmError: a ring could not be formed, or broke.
     """
+    from splitlm.model.compute.choice import need
     from splitlm.model.load import ModelFiles
-    from splitlm.model.source import resolve
+    from splitlm.model.source import gguf_of, resolve
 
+    need(compute)
     found = resolve(model, progress=say)
     files = ModelFiles(found)
     for name in names:
@@ -151,6 +159,8 @@ def measure(
             hidden=files.hidden,
             tokens=tokens,
             repetitions=repetitions,
+            compute=compute,
+            gguf=str(gguf_of(model) or ""),
             say=say,
         )
         figures: list[Figure] = []

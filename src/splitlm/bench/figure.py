@@ -35,7 +35,7 @@ class Figure(msgspec.Struct, frozen=True, kw_only=True):
         value: median over the repetitions.
         low: the least value seen.
         high: the largest value seen.
-        count: repetitions, or samples.
+        count: repetitions, or samples; 0 where nothing was measured, and ``note`` says why.
         goal: None where the figure only informs.
         note: what belongs beside it.
     """
@@ -52,8 +52,15 @@ class Figure(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def reached(self) -> bool | None:
-        """Whether the median reaches the goal; None without one."""
-        return None if self.goal is None else self.goal.reached(self.value)
+        """Whether the median reaches the goal; None without one, or without a measurement."""
+        return None if self.goal is None or not self.count else self.goal.reached(self.value)
+
+    @property
+    def shown(self) -> tuple[str, str]:
+        """Median with its unit, and the range, as tables show them."""
+        if not self.count:
+            return "left out", "—"
+        return f"{number(self.value)} {self.unit}".rstrip(), f"{number(self.low)}–{number(self.high)}"
 
 
 class Result(msgspec.Struct, frozen=True, kw_only=True):
@@ -83,6 +90,11 @@ def figure(
     )
 
 
+def left_out(name: str, text: str, why: str, *, unit: str = "×") -> Figure:
+    """A figure that cannot be measured here, and why."""
+    return Figure(name=name, text=text, value=0.0, low=0.0, high=0.0, count=0, unit=unit, note=why)
+
+
 def ratios(samples: Mapping[str, Sequence[float]], over: str, under: str) -> list[float]:
     """``over ÷ under`` per repetition: both sides of each were measured one right after the other."""
     return [a / b for a, b in zip(samples[over], samples[under], strict=True)]
@@ -105,8 +117,7 @@ def table(figures: Sequence[Figure]) -> str:
     rows += [
         (
             f.name,
-            f"{number(f.value)} {f.unit}".rstrip(),
-            f"{number(f.low)}–{number(f.high)}",
+            *f.shown,
             str(f.count),
             str(f.goal or "—"),
             _verdict(f.reached),
@@ -128,7 +139,7 @@ def markdown(figures: Sequence[Figure]) -> str:
     """Figures as a Markdown table."""
     lines = ["| figure | median (min–max) | goal | |", "|---|---|---|---|"]
     lines += [
-        f"| {f.text} | {f'{number(f.value)} {f.unit}'.rstrip()} ({number(f.low)}–{number(f.high)}) "
+        f"| {f.text} | {f'{f.shown[0]} ({f.shown[1]})' if f.count else f'left out: {f.note}'} "
         f"| {f.goal or '—'} | {_verdict(f.reached)} |"
         for f in figures
     ]

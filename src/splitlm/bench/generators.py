@@ -13,9 +13,12 @@ from typing import Any
 import torch
 
 from splitlm.bench.comparison import PROMPT_TOKENS
+from splitlm.bench.residency import stage_shares
+from splitlm.core.cut import make_cut
 from splitlm.core.shifts import Shift
 from splitlm.local import Ring
 from splitlm.model.load import ModelFiles
+from splitlm.model.stage import Stage, build_stages
 from splitlm.model.stock import Stock
 from splitlm.model.uncut import Uncut
 from splitlm.telemetry.record import Record, Step
@@ -53,6 +56,7 @@ class RingWork:
         self._trace = Path(trace) if trace else None
         self._ring = Ring(threads=1, trace_dir=self._trace, shifts=[Shift(*asked) for asked in shifts], **given)
         self._ring.open()
+        self._files = self._ring.files
         if pins is not None:
             for pid, core in zip([os.getpid(), *self._ring.stage_pids], pins, strict=True):
                 pin(pid, core)
@@ -79,7 +83,7 @@ class RingWork:
         }
 
     def finish(self) -> dict[str, Any]:
-        """Close the ring and read its traces (of runs with one session): hops, laps, and each stage's compute."""
+        """Close the ring and read its traces (of runs with one session): hops, laps, each stage's compute, memory."""
         self._ring.close()
         records: list[Record] = []
         for path in sorted((self._trace or Path()).glob("trace-node*.jsonl")):
@@ -97,11 +101,20 @@ class RingWork:
                 for node, errors in single_lap_errors(decode).items()
             },
             "compute": {str(n): percentile([s.compute_ms for s in decode if s.node == n], 50) for n in nodes},
+            "memory": stage_shares(self._files, records, PREFILL_CHUNK),
         }
 
     def close(self) -> None:
         """Stop the stages."""
         self._ring.close()
+
+
+def whole_stage(model: str, dtype: str, compute: str) -> tuple[ModelFiles, Stage]:
+    """Our stage over all blocks, and its files; one thread from now on."""
+    torch.set_num_threads(1)
+    files = ModelFiles(Path(model), dtype=dtype)
+    (stage,) = build_stages(files, make_cut(files.blocks, ()).segments, compute=compute)
+    return files, stage
 
 
 class UncutWork:
@@ -111,9 +124,9 @@ class UncutWork:
         model: its folder.
     """
 
-    def __init__(self, *, model: str, dtype: str = "auto") -> None:
-        torch.set_num_threads(1)
-        self._uncut = Uncut(ModelFiles(Path(model), dtype=dtype), loader="shard")
+    def __init__(self, *, model: str, dtype: str = "auto", compute: str = "exact") -> None:
+        files, stage = whole_stage(model, dtype, compute)
+        self._uncut = Uncut(files, stage=stage)
         self.told: dict[str, Any] = {}
 
     def run(self, *, tokens: int) -> dict[str, Any]:
@@ -134,10 +147,10 @@ class TransformersWork:
         self._stock = Stock(ModelFiles(Path(model), dtype=dtype))
         self.told: dict[str, Any] = {}
 
-    def run(self, *, tokens: int) -> dict[str, Any]:
-        """Generate once."""
+    def run(self, *, tokens: int, sessions: int = 1) -> dict[str, Any]:
+        """Generate from so many prompts, as one batch."""
         begin = time.perf_counter()
-        made = len(self._stock.generate(prompt(), tokens))
+        made = sum(map(len, self._stock.generate_many([prompt(session) for session in range(sessions)], tokens)))
         return {"tokens": made, "seconds": time.perf_counter() - begin}
 
     def close(self) -> None:

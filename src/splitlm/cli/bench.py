@@ -12,6 +12,7 @@ from splitlm.cli.bench_output import Json, Only, Repetitions, finish
 from splitlm.cli.bench_train import train
 from splitlm.cli.console import console
 from splitlm.cli.runs import RunOptions, run_dir
+from splitlm.core.engines import ENGINES
 
 app = typer.Typer(no_args_is_help=True)
 
@@ -27,13 +28,21 @@ def ring(
     run: RunOptions,
     model: Annotated[str, typer.Argument(metavar="MODEL", help=o.MODEL_HELP)] = "smollm2-135m",
     tokens: Annotated[int, typer.Option(help="New tokens per session and turn.")] = 64,
+    compute: Annotated[
+        str, typer.Option(help="Engine to measure: exact, or one of fast, int8 and int4, each with figures of its own.")
+    ] = "exact",
     repetitions: Repetitions = 5,
     only: Only = None,
     json: Json = None,
 ) -> None:
-    """A ring against the uncut model, its hops, two cores, simulated devices, and what tracing and privacy cost."""
+    """A ring against the uncut model, its hops, two cores, simulated devices, and what tracing and privacy cost.
+
+    With --compute: what that engine brings against transformers, uncut, cut and in batches, and what it takes to start.
+    """
+    o.choice(compute, ENGINES, "--compute")
+    from splitlm.bench import compute as engines
+    from splitlm.bench import ring as exact
     from splitlm.bench.comparison import measure
-    from splitlm.bench.ring import COMPARISONS
 
     voice = console(context)
     settings: dict[str, str | int] = {
@@ -41,9 +50,14 @@ def ring(
         "tokens": o.at_least(2, tokens, "--tokens"),
         "repetitions": o.at_least(1, repetitions, "--repetitions"),
     }
-    names = [o.choice(name, tuple(COMPARISONS), "--only") for name in only or COMPARISONS]
+    if compute != "exact":
+        settings["compute"] = compute
+    known = exact.COMPARISONS if compute == "exact" else engines.COMPARISONS
+    names = [o.choice(name, tuple(known), "--only") for name in only or known]
     folder = run_dir("bench-ring", run.trace_dir, run.no_trace, run.run_label, {**settings, "only": names})
-    figures = measure(COMPARISONS, model, names, tokens=tokens, repetitions=repetitions, folder=folder, say=voice.say)
+    figures = measure(
+        known, model, names, tokens=tokens, repetitions=repetitions, compute=compute, folder=folder, say=voice.say
+    )
     finish(voice, "ring", settings, figures, json, folder)
 
 

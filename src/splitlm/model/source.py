@@ -80,6 +80,14 @@ def resolve(
     return _from_hub(model, offline, report, weights)
 
 
+def gguf_of(model: str) -> Path | None:
+    """The GGUF file behind what ``resolve`` took; None where it was none."""
+    if model in _PACKAGED:
+        return _packaged(model)
+    path = Path(model).expanduser()
+    return path.absolute() if path.suffix.lower() == ".gguf" else None
+
+
 def _also(path: Path, remedy: str) -> str:
     """The remedy, after a question: was the known name, or the model beside this path, meant that is spelled alike?"""
     names = dict.fromkeys(_PACKAGED)

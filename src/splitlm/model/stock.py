@@ -25,10 +25,15 @@ class Stock:
             param.data = param.data.clone(memory_format=torch.contiguous_format)
         self._model: Any = model
 
-    @torch.inference_mode()
     def generate(self, prompt: Sequence[int], new_tokens: int) -> list[int]:
         """So many greedy tokens with a KV cache, whatever they are."""
-        ids = torch.tensor([list(prompt)])
+        (made,) = self.generate_many([prompt], new_tokens)
+        return made
+
+    @torch.inference_mode()
+    def generate_many(self, prompts: Sequence[Sequence[int]], new_tokens: int) -> list[list[int]]:
+        """The same from several prompts of one length, as one batch."""
+        ids = torch.tensor([list(prompt) for prompt in prompts])
         out: torch.Tensor = self._model.generate(
             ids,
             attention_mask=torch.ones_like(ids),
@@ -37,7 +42,7 @@ class Stock:
             do_sample=False,
             use_cache=True,
         )
-        made: list[int] = out[0, len(prompt) :].tolist()
+        made: list[list[int]] = out[:, ids.shape[1] :].tolist()
         return made
 
 

@@ -18,7 +18,7 @@ from splitlm.core.sampling import Sampling
 from splitlm.model.load import Loader, ModelFiles
 from splitlm.model.runner import out_of_memory
 from splitlm.model.sampling import Sampler
-from splitlm.model.stage import build_stages
+from splitlm.model.stage import Stage, build_stages
 from splitlm.model.whole import own_memory, whole_model
 
 Step = Callable[[Sequence[int], int], torch.Tensor | None]
@@ -32,13 +32,18 @@ class Uncut:
         files: the model's directory.
         loader: ``hf`` for transformers alone, ``shard`` for our stage over all blocks.
         model: a causal model of transformers to be used as it is; then nothing is loaded.
+        stage: one over all blocks, to be used as it is; then nothing is loaded.
     """
 
-    def __init__(self, files: ModelFiles, *, loader: Loader = "hf", model: Any = None) -> None:
+    def __init__(
+        self, files: ModelFiles, *, loader: Loader = "hf", model: Any = None, stage: Stage | None = None
+    ) -> None:
         self._files = files
         self._session = 0
-        self._stage = None
+        self._stage = stage
         self._model: Any = model
+        if stage is not None:
+            return
         if model is None and loader == "shard":
             (self._stage,) = build_stages(files, make_cut(files.blocks, ()).segments)
             return

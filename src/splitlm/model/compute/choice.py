@@ -22,6 +22,17 @@ class Choice:
     why: str = ""
 
 
+def need(asked: str) -> None:
+    """See that a machine can run an engine, where another in its place would be no answer.
+
+    Raises:
+        UsageError: there is no such engine, or it does not work here.
+    """
+    chosen = choose(asked)
+    if chosen.why:
+        raise _lacking(asked, chosen.why)
+
+
 def choose(asked: str) -> Choice:
     """The engine to run: the one asked for where its products work here, else ``exact``.
 
@@ -39,9 +50,13 @@ def choose(asked: str) -> Choice:
         return Choice(asked)
     if asked == "fast":
         return Choice("exact", why)
-    raise UsageError(
+    raise _lacking(asked, why)
+
+
+def _lacking(asked: str, why: str) -> UsageError:
+    return UsageError(
         f"This machine cannot run the engine {asked!r} ({why})",
         where="--compute",
         expected="a processor and a torch that have its products",
-        remedy="Choose fast or exact; splitlm doctor shows what works here",
+        remedy="splitlm doctor shows which engines work here",
     )
