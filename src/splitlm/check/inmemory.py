@@ -94,8 +94,12 @@ async def memory_ring(
     prefill_chunk: int = 128,
     ctrl_timeout_s: float = 5.0,
     loader: Loader = "shard",
+    compute: Sequence[str] = ("exact",),
 ) -> AsyncIterator[MemoryRing]:
     """A running ring of at least two stages; leaving ends it.
+
+    Args:
+        compute: engine of each node, from the first again where there are fewer.
 
     Raises:
         SplitlmError: the model cannot be loaded. What breaks the running ring is raised by ``MemoryRing.run``.
@@ -110,7 +114,10 @@ async def memory_ring(
     try:
         nodes, meters = [], [Meter(node, NullTrace()) for node in range(cut.stages)]
         for node in range(cut.stages):
-            stages = await runner.run(lambda n=node: build_stages(files, cut.held_by(n), loader=loader))
+            engine = compute[node % len(compute)]
+            stages = await runner.run(
+                lambda n=node, e=engine: build_stages(files, cut.held_by(n), loader=loader, compute=e)
+            )
             relays = [Relay(stage, cut.epoch) for stage in stages]
             near = {node + 1: moves[node][0]} if node < len(moves) else {}
             near |= {node - 1: moves[node - 1][1]} if node else {}

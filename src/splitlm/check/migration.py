@@ -17,6 +17,7 @@ from splitlm.check.moves import Moves
 from splitlm.core.cut import Cut, shift
 from splitlm.core.errors import CutError, UsageError
 from splitlm.core.shifts import Shift
+from splitlm.model.compute.choice import need
 from splitlm.model.load import ModelFiles
 from splitlm.model.sizes import ModelShape
 from splitlm.model.source import resolve
@@ -97,6 +98,7 @@ def migration(
     threads: int = 1,
     prefill_chunk: int = 128,
     prompt: str = "",
+    compute: str = "exact",
     say: Say = lambda _: None,
 ) -> Matrix:
     """Move blocks at every boundary of a cut, by −2, −1, 1 and 2 where that fits, at each of the tokens given.
@@ -104,6 +106,7 @@ def migration(
     Args:
         tokens: generated in each case.
         shift_at: tokens after which blocks move; windows are as long.
+        compute: engine of every stage.
         prompt: none takes a short text, or one longer than the model's sliding window.
 
     Raises:
@@ -113,6 +116,7 @@ def migration(
     for at in shift_at:
         if not 1 <= at < tokens:
             raise UsageError(f"It is {at}", where="--shift-at", expected=f"at least 1, less than {tokens} tokens")
+    need(compute)
     folder = resolve(model, progress=say)
     files, codec = ModelFiles(folder, family=family, dtype=dtype), TextCodec(folder)
     cut = choose_cut(files, RingSettings(model, folder, stages, cuts or None, private, tail_blocks))
@@ -123,7 +127,7 @@ def migration(
     ids = codec.encode(prompt) if prompt else default_cases(codec, files, prefill_chunk, tokens)[sliding].prompt
     shape = ModelShape(folder, dtype=files.dtype, family=family)
     with intra_op_threads(threads):
-        cases = asyncio.run(_cases(files, shape, cut, possible, tuple(ids), tokens, prefill_chunk, say))
+        cases = asyncio.run(_cases(files, shape, cut, possible, tuple(ids), tokens, prefill_chunk, compute, say))
     held = tuple("; ".join(map(str, cut.held_by(node))) for node in range(cut.stages))
     return Matrix(held, str(files.dtype).removeprefix("torch."), len(ids), tuple(cases))
 
@@ -144,6 +148,7 @@ async def _cases(
     prompt: tuple[int, ...],
     tokens: int,
     chunk: int,
+    compute: str,
     say: Say,
 ) -> list[Moved]:
     unmoved: dict[int, Run] = {}
@@ -151,9 +156,11 @@ async def _cases(
     for i, asked in enumerate(possible, start=1):
         say(f"case {i} of {len(possible)}")
         if asked.at not in unmoved:
-            async with memory_ring(files, cut, window=asked.at, prefill_chunk=chunk) as ring:
+            async with memory_ring(files, cut, window=asked.at, prefill_chunk=chunk, compute=[compute]) as ring:
                 unmoved[asked.at] = await ring.run(prompt, tokens)
-        async with memory_ring(files, cut, window=asked.at, shifts=[asked], prefill_chunk=chunk) as ring:
+        async with memory_ring(
+            files, cut, window=asked.at, shifts=[asked], prefill_chunk=chunk, compute=[compute]
+        ) as ring:
             made = await ring.run(prompt, tokens)
             cases.append(_case(ring, asked, made, unmoved[asked.at], shape, len(prompt)))
     return cases

@@ -10,6 +10,7 @@ from splitlm.cli import options as o
 from splitlm.cli.console import Console, console
 from splitlm.cli.runs import RunOptions, keep_result
 from splitlm.cli.tables import table
+from splitlm.core.engines import ENGINES
 from splitlm.core.errors import CheckFailedError
 
 if TYPE_CHECKING:
@@ -26,6 +27,7 @@ def migration(
     prompt: Annotated[str, typer.Option(help="Text to go on from (default: one longer than a sliding window).")] = "",
     threads: Annotated[int, typer.Option(help="Threads of each operation.")] = 1,
     prefill_chunk: o.PrefillChunk = 128,
+    compute: Annotated[str, typer.Option(help="Compute engine: exact, fast, int8 or int4.")] = "exact",
     as_json: o.AsJson = False,
 ) -> None:
     """Move blocks of MODEL in the middle of a text: at every boundary, by -2, -1, 1 and 2. No bit may change."""
@@ -37,6 +39,7 @@ def migration(
         "prompt": prompt,
         "threads": o.at_least(1, threads, "--threads"),
         "prefill_chunk": o.at_least(1, prefill_chunk, "--prefill-chunk"),
+        "compute": o.choice(compute, ENGINES, "--compute"),
     }
     voice.say("starting")
     from splitlm.check.migration import migration as checked
