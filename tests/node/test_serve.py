@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from itertools import pairwise
 from typing import cast
 
@@ -27,17 +27,20 @@ from tests.link.test_channel import OPENED, hidden, pair
 class Echo:
     """A relay that passes everything on, on the compute thread."""
 
+    width = 1
+
     def __init__(self) -> None:
         self.threads: set[str] = set()
         self.hold = threading.Event()
         self.hold.set()
 
-    def advance(self, frame: Frame) -> Step:
+    def advance_many(self, frames: Sequence[Frame]) -> list[Step]:
+        (frame,) = frames
         assert self.hold.wait(10)
         self.threads.add(threading.current_thread().name)
         now = time.monotonic_ns()
         rows = int(isinstance(frame.header, Hidden))
-        return Step(frame.header, [bytes(view) for view in frame.tensors], now, now, 1, rows=rows)
+        return [Step(frame.header, [bytes(view) for view in frame.tensors], now, now, 1, rows=rows)]
 
     def weigh(self, step: Step) -> Step:
         return step

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 
 import torch
 
@@ -16,15 +16,14 @@ from splitlm.core.errors import ProtocolError, SplitlmError
 from splitlm.core.groups import first_error
 from splitlm.infer.gate import Gate
 from splitlm.infer.meter import Meter
-from splitlm.infer.relay import Relay
+from splitlm.infer.outlet import Outlet, Sent
+from splitlm.infer.relay import Relay, Step
 from splitlm.infer.request import Request, TokenOut
-from splitlm.infer.schedule import Schedule, chunks
-from splitlm.infer.session import Lap, Sent, Session, error_of, logits_of
+from splitlm.infer.schedule import Schedule, Turn, chunks, share
+from splitlm.infer.session import Lap, Session, error_of, logits_of
 from splitlm.model.runner import Runner, memory_told
 from splitlm.wire.channel import Channel
-from splitlm.wire.frame import Buffer, Close, Failed, Fence, Frame, Header, Hidden, Open, Token
-
-BACKLOG_FRAMES = 2
+from splitlm.wire.frame import Close, Failed, Fence, Frame, Hidden, Open, Token
 
 
 class Head:
@@ -63,9 +62,8 @@ class Head:
         self._next_number, self._failures = 1, 0
         self._home: deque[Frame] = deque()
         self._housekeeping: deque[tuple[Relay, Frame]] = deque()
-        self._sending = False
-        self._outbox: asyncio.Queue[tuple[Header, tuple[Buffer, ...], Lap | None]] = asyncio.Queue()
         self._work_there = asyncio.Event()
+        self._outlet = Outlet(outbound, self._sent, self._work_there.set)
         self._failed: SplitlmError | None = None
         self._gate = Gate()
 
@@ -109,7 +107,7 @@ class Head:
             async with asyncio.TaskGroup() as group:
                 group.create_task(memory_told(self._work()))
                 if self._outbound is not None and self._inbound is not None:
-                    group.create_task(memory_told(self._send(self._outbound)))
+                    group.create_task(memory_told(self._outlet.run()))
                     group.create_task(memory_told(self._receive(self._inbound)))
         except* SplitlmError as errors:
             raise first_error(errors) from None
@@ -192,11 +190,60 @@ class Head:
 
     async def _one(self) -> bool:
         if self._home and self._tail is not None:
-            frame = self._home.popleft()
-            if isinstance(frame.header, Fence):
-                self._gate.home(frame.header)
-                return True
-            step = await self._runner.run(self._tail.handle, frame)
+            await self._end_laps(self._tail)
+            return True
+        if self._housekeeping and not self._gate.shut:
+            relay, frame = self._housekeeping.popleft()
+            self._gate.leaving(frame)
+            if relay is self._first:
+                self._take(await self._run([frame]))
+            else:
+                await self._runner.run(relay.handle, frame)
+            return True
+        if self._gate.held:
+            return False
+        turn = self._schedule.next(backed_up=self._outlet.backed_up)
+        if turn is None:
+            return False
+        await self._begin_laps([turn] if turn.prefill else [turn, *self._riders()])
+        return True
+
+    def _riders(self) -> list[Turn]:
+        """Who shares the decode step that is about to begin."""
+        width = self._first.width
+        if width == 1 or not len(self._schedule):
+            return []
+        decoding = sum(bool(session.tokens) for session in self._sessions.values())
+        return self._schedule.riders(share(decoding, self._last_segment + 1, width) - 1)
+
+    async def _begin_laps(self, turns: Sequence[Turn]) -> None:
+        """A step of the first segment: a chunk of one session's prompt, or the newest token of each of several."""
+        frames, laps = [], []
+        for turn in turns:
+            session = self._sessions[turn.session]
+            frames.append(session.feed(self._first.epoch))
+            laps.append(lap := Lap(session.arrived_ns, turn.prefill, session.bytes_in))
+            if not session.chunks:
+                session.pending = lap  # before the step: its token may be home before we hear that it was sent
+        done = await self._run(frames)
+        for step in done.steps:
+            more = self._sessions.get(step.session)  # it may have been ended meanwhile
+            if more is not None and more.chunks:
+                more.arrived_ns = step.end_ns
+                self._schedule.ready(more.number, prefill=True)
+        self._take(done, laps)
+
+    async def _end_laps(self, tail: Relay) -> None:
+        """A step of our own last segment, of what came home."""
+        frames = [self._home.popleft()]
+        if isinstance(frames[0].header, Fence):
+            self._gate.home(frames[0].header)
+            return
+        if tail.width > 1 and tail.joins(frames[0]):
+            while self._home and tail.joins(self._home[0], frames):
+                frames.append(self._home.popleft())
+        steps = await self._runner.run(tail.handle_many, frames)
+        for frame, step in zip(frames, steps, strict=True):
             size, arrived = frame.nbytes, frame.received_ns
             frame.release()
             if step.rows:
@@ -210,94 +257,48 @@ class Head:
                     segment=self._last_segment,
                 )
                 self._meter.write(record)
-            self._take(Sent(step))
-            return True
-        if self._housekeeping and not self._gate.shut:
-            relay, frame = self._housekeeping.popleft()
-            self._gate.leaving(frame)
-            if relay is self._first:
-                self._take(await self._run(frame))
-            else:
-                await self._runner.run(relay.handle, frame)
-            return True
-        if self._gate.held:
-            return False
-        turn = self._schedule.next(backed_up=self._outbox.qsize() >= BACKLOG_FRAMES)
-        if turn is None:
-            return False
-        session = self._sessions[turn.session]
-        frame = session.feed(self._first.epoch)
-        arrived = session.arrived_ns
-        lap = Lap(arrived, turn.prefill, session.bytes_in)
-        more = bool(session.chunks)
-        if not more:
-            session.pending = lap  # before the step: its token may be home before we hear that it was sent
-        done = await self._run(frame)
-        if more and session.number in self._sessions:  # it may have been ended meanwhile
-            session.arrived_ns = done.step.end_ns
-            self._schedule.ready(session.number, prefill=True)
-        self._take(done, lap)
-        return True
+        self._heed(steps)
 
-    async def _run(self, frame: Frame) -> Sent:
-        """One frame through the first segment; what comes of it is sent at once where nothing waits to be sent."""
-        return await self._runner.run(self._step, frame, self._outbox.empty() and not self._sending)
+    async def _run(self, frames: Sequence[Frame]) -> Sent:
+        """A step of the first segment; what comes of it is sent at once where nothing waits to be sent."""
+        return await self._runner.run(self._steps, frames, self._outlet.free)
 
-    def _step(self, frame: Frame, free: bool) -> Sent:
-        """Runs on the compute thread, which saves the frame the way through the loop."""
-        step, outbound = self._first.advance(frame), self._outbound
-        when_ns = size = 0
-        if free and outbound is not None and step.header is not None and not isinstance(step.header, Token | Failed):
-            before = outbound.bytes_out
-            if outbound.send_now(step.header, step.tensors):
-                when_ns, size = time.monotonic_ns(), outbound.bytes_out - before
-        return Sent(self._first.weigh(step), when_ns, size)
+    def _steps(self, frames: Sequence[Frame], free: bool) -> Sent:
+        """Runs on the compute thread, which saves the frames the way through the loop."""
+        done = self._outlet.leave(self._first.advance_many(frames), free)
+        for step in done.steps:
+            self._first.weigh(step)
+        return done
 
-    def _take(self, done: Sent, lap: Lap | None = None) -> None:
-        """What a relay of ours gave: a token for us, a frame for the next node, or nothing."""
-        step = done.step
-        if lap is not None:
-            lap.step = step
-        if isinstance(step.header, Token):
-            if lap is not None:
-                self._sent(lap, step.end_ns, 0)
-            self._accept(step.header, step.logits, time.monotonic_ns(), 0)
-        elif isinstance(step.header, Failed):
-            self._lose(step.header)
-        elif done.when_ns:
-            if lap is not None:
-                self._sent(lap, done.when_ns, done.nbytes)
-        elif step.header is not None:
-            if self._outbound is None:
-                raise ProtocolError("A frame has no next node to go to", where=str(self._first.stage.segment))
-            self._outbox.put_nowait((step.header, tuple(step.tensors), lap))
+    def _take(self, done: Sent, laps: Sequence[Lap] = ()) -> None:
+        """What our first relay gave: frames for the next node, tokens for us, or nothing."""
+        self._outlet.follow(done, laps)
+        self._heed(done.steps)
 
-    def _sent(self, lap: Lap, when_ns: int, size: int) -> None:
-        if lap.step is None:
-            return
-        lap.record = self._meter.measure(
-            lap.step,
-            arrived_ns=lap.arrived_ns,
-            sent_ns=when_ns,
-            prefill=lap.prefill,
-            bytes_in=lap.bytes_in,
-            bytes_out=size,
-        )
-        session = self._sessions.get(lap.step.session)
-        if session is None or session.pending is not lap:
-            self._meter.write(lap.record, tpot_ms=lap.tpot_ms, ttft_ms=lap.ttft_ms)
+    def _heed(self, steps: Sequence[Step]) -> None:
+        """The tokens and failures among what a relay of ours gave."""
+        for step in steps:
+            if isinstance(step.header, Token):
+                self._accept(step.header, step.logits, time.monotonic_ns(), 0)
+            elif isinstance(step.header, Failed):
+                self._lose(step.header)
 
-    async def _send(self, outbound: Channel) -> None:
-        while True:
-            header, tensors, lap = await self._outbox.get()
-            self._sending = True
-            before = outbound.bytes_out
-            await outbound.send(header, tensors)
-            if lap is not None:
-                self._sent(lap, time.monotonic_ns(), outbound.bytes_out - before)
-            self._sending = not self._outbox.empty()
-            if len(self._schedule) and self._outbox.qsize() < BACKLOG_FRAMES:
-                self._work_there.set()
+    def _sent(self, laps: Sequence[Lap], when_ns: int) -> None:
+        """All frames of a step of the first segment are with the kernel."""
+        for lap in laps:
+            if lap.step is None or not lap.step.rows:
+                continue
+            lap.record = self._meter.measure(
+                lap.step,
+                arrived_ns=lap.arrived_ns,
+                sent_ns=when_ns,
+                prefill=lap.prefill,
+                bytes_in=lap.bytes_in,
+                bytes_out=lap.bytes_out,
+            )
+            session = self._sessions.get(lap.step.session)
+            if session is None or session.pending is not lap:
+                self._meter.write(lap.record, tpot_ms=lap.tpot_ms, ttft_ms=lap.ttft_ms)
 
     async def _receive(self, inbound: Channel) -> None:
         while True:

@@ -22,7 +22,7 @@ KEPT = 1000
 
 @dataclass
 class Totals:
-    """Sums over all steps of a stage (milliseconds, rows, bytes)."""
+    """Sums over all steps of a stage (milliseconds, rows, bytes); a step that sessions shared counts once in times."""
 
     rows: int = 0
     compute_ms: float = 0.0
@@ -51,10 +51,15 @@ class Meter:
     last_end_ns: int = 0
     _window: dict[int, deque[float]] = field(default_factory=dict)
     _last_ns: int = 0
+    _free_ns: int = 0
+    _step_ns: int = 0
     _waiting: list[tuple[int, Callable[[int], None]]] = field(default_factory=list)
 
     def window_ms(self) -> float:
-        """Median compute of a decode step since the last call, summed over the node's segments; 0 if there was none."""
+        """Median compute for a token since the last call, summed over the node's segments; 0 if none was decoded.
+
+        A token's part of a step that sessions shared is an equal one.
+        """
         window, self._window = self._window, {}
         return sum(median(times) for times in window.values())
 
@@ -77,7 +82,7 @@ class Meter:
 
         Args:
             arrived_ns: when its input was complete.
-            sent_ns: when its output was with the kernel.
+            sent_ns: when its output was with the kernel; of steps that were one forward, when the last one's was.
         """
         if self._waiting:
             due = [tell for when, tell in self._waiting if when < step.start_ns]
@@ -85,20 +90,22 @@ class Meter:
             for tell in due:
                 tell(step.start_ns)
         self.last_end_ns = step.end_ns
-        if not prefill:
-            self._window.setdefault(segment or 0, deque(maxlen=KEPT)).append((step.end_ns - step.start_ns) / 1e6)
-        free_ns = self._last_ns or arrived_ns
+        if step.batch == 1 or step.start_ns != self._step_ns:  # else it is of the same forward as the one before
+            self._step_ns, self._free_ns = step.start_ns, self._last_ns
+        free_ns = self._free_ns or arrived_ns
         self._last_ns = sent_ns
         wait = max(0, arrived_ns - free_ns) / 1e6
         queue = max(0, step.start_ns - max(arrived_ns, free_ns)) / 1e6
         compute = (step.end_ns - step.start_ns) / 1e6
         send = max(0, sent_ns - step.end_ns) / 1e6
+        if not prefill:
+            self._window.setdefault(segment or 0, deque(maxlen=KEPT)).append(compute / step.batch)
         for sums in (self.totals,) if prefill else (self.totals, self.decode):
             sums.rows += step.rows
-            sums.compute_ms += compute
-            sums.recv_wait_ms += wait
-            sums.queue_ms += queue
-            sums.send_ms += send
+            sums.compute_ms += compute / step.batch
+            sums.recv_wait_ms += wait / step.batch
+            sums.queue_ms += queue / step.batch
+            sums.send_ms += send / step.batch
             sums.bytes_in += bytes_in
             sums.bytes_out += bytes_out
         return StepRecord(
@@ -119,6 +126,7 @@ class Meter:
             start_ns=step.start_ns,
             end_ns=step.end_ns,
             segment=segment,
+            batch=step.batch,
         )
 
     def write(self, record: StepRecord, *, tpot_ms: float | None = None, ttft_ms: float | None = None) -> None:

@@ -1,4 +1,4 @@
-"""What a stage does with a frame: frames in, at most one frame out. No sockets, no event loop."""
+"""What a stage does with frames: at most one frame out for each that came in. No sockets, no event loop."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from splitlm.model import payload
 from splitlm.model.runner import out_of_memory
 from splitlm.model.sampling import Sampler
 from splitlm.model.stage import Stage
-from splitlm.wire.frame import Buffer, Close, Failed, Fence, Frame, Header, Hidden, Open, Token
+from splitlm.model.stage import Step as Rows
+from splitlm.wire.frame import AnyHeader, Buffer, Close, Failed, Fence, Frame, Header, Hidden, Open, Token
 
 
 @dataclass(slots=True)
@@ -32,6 +33,7 @@ class Step:
         kv_bytes: of the session on this stage afterwards.
         prefill: whether the rows belong to the prompt.
         logits: ``[vocab]`` where the session asked for them and this stage sampled.
+        batch: how many sessions shared the forward, this one included; their steps begin and end together.
     """
 
     header: Header | None
@@ -44,13 +46,26 @@ class Step:
     kv_bytes: int = 0
     prefill: bool = False
     logits: torch.Tensor | None = None
+    batch: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class _Taken:
+    """A frame with rows, as the stage takes it; ``samples`` where a token is to come of it."""
+
+    header: Hidden
+    opened: Open
+    inputs: torch.Tensor
+    samples: bool
 
 
 class Relay:
     """One segment's part in a ring.
 
     A step that fails by its session's own fault (logits that are not finite, no memory for it) ends that session only:
-    a ``Failed`` frame goes home in its place, and what follows of the session is dropped until its ``Close``.
+    a ``Failed`` frame goes home in its place, and what follows of the session is dropped until its ``Close``. Where
+    memory runs out in a forward that several sessions share, it ends all of these: the keys and values of each may have
+    grown by then.
 
     Args:
         stage: the segment.
@@ -66,10 +81,8 @@ class Relay:
         self._samplers: dict[int, Sampler] = {}
         self._decoding: set[int] = set()
         self._failed: set[int] = set()
-
-    def handle(self, frame: Frame) -> Step:
-        """Take one frame. Runs on the compute thread; the frame may be released afterwards. Raises as ``advance``."""
-        return self.weigh(self.advance(frame))
+        first = stage.segment.embed
+        self._one_row = ("int64", (1, 1)) if first else (payload.dtype_name(stage.dtype), (1, 1, stage.hidden))
 
     def weigh(self, step: Step) -> Step:
         """Add to a step of this relay what only records want to know: the next stage need not wait for it."""
@@ -77,8 +90,54 @@ class Relay:
             step.kv_bytes = self.stage.kv_bytes(step.session)
         return step
 
+    def handle(self, frame: Frame) -> Step:
+        """``advance`` and ``weigh``. Raises as ``advance``."""
+        return self.weigh(self.advance(frame))
+
+    def handle_many(self, frames: Sequence[Frame]) -> list[Step]:
+        """``advance_many`` and ``weigh``. Raises as ``advance``."""
+        return [self.weigh(step) for step in self.advance_many(frames)]
+
+    @property
+    def width(self) -> int:
+        """How many sessions may share a forward."""
+        return self.stage.engine.width
+
+    def joins(self, frame: Frame, others: Sequence[Frame] = ()) -> bool:
+        """Whether the forward of ``others``, frames that join each other, can be this frame's too.
+
+        It can where the frame is a decode step against which nothing speaks, of a session that is not among them. All
+        else is for ``advance``. Ask where this relay computes, or while it does not.
+        """
+        header = frame.header
+        if not isinstance(header, Hidden) or len(others) >= self.width or len(header.tensors) != 1:
+            return False
+        session, stage, spec = header.session, self.stage, header.tensors[0]
+        return (
+            header.epoch == self.epoch
+            and session in self._decoding  # and so it is open, and has not failed
+            and header.position == stage.seen(session) < self._opened[session].context
+            and (spec.dtype, spec.shape) == self._one_row
+            and all(getattr(other.header, "session", None) != session for other in others)
+        )
+
+    def advance_many(self, frames: Sequence[Frame]) -> list[Step]:
+        """A step for each of these frames: one alone, or several that join each other, in one forward.
+
+        Runs on the compute thread. Raises as ``advance``.
+        """
+        if len(frames) == 1:
+            return [self.advance(frames[0])]
+        taken = [self._taken(frame) for frame in frames]
+        start = time.monotonic_ns()
+        steps = self._shared(taken, start)
+        end = time.monotonic_ns()
+        for step in steps:
+            step.end_ns, step.batch = end, len(frames)
+        return steps
+
     def advance(self, frame: Frame) -> Step:
-        """``handle`` without ``weigh``.
+        """The step of one frame. Runs on the compute thread; the frame may be released afterwards.
 
         Raises:
             ProtocolError: a frame that has no place here: of another epoch, for a session not open, of wrong shape.
@@ -98,11 +157,14 @@ class Relay:
                 now = time.monotonic_ns()
                 return Step(fence, (), now, now, 0)
             case other:
-                raise ProtocolError(
-                    f"A {type(other).__name__} frame came",
-                    where=str(self.stage.segment),
-                    expected="Open, Hidden, Close, Failed or Fence",
-                )
+                raise self._misplaced(other)
+
+    def _misplaced(self, header: AnyHeader) -> ProtocolError:
+        return ProtocolError(
+            f"A {type(header).__name__} frame came",
+            where=str(self.stage.segment),
+            expected="Open, Hidden, Close, Failed or Fence",
+        )
 
     def _open(self, header: Open, frame: Frame) -> Step:
         now = time.monotonic_ns()
@@ -141,15 +203,53 @@ class Relay:
         self._decoding.discard(session)
 
     def _hidden(self, header: Hidden, frame: Frame) -> Step:
-        session = header.session
-        opened = self._opened.get(session)
+        if header.session in self._failed and header.epoch == self.epoch:  # sent before the head heard of it
+            now = time.monotonic_ns()
+            return Step(None, (), now, now, header.session)
+        taken = self._taken(frame)
+        start = time.monotonic_ns()
+        try:
+            out = self.stage.forward(header.session, taken.inputs, header.position, logits=taken.samples)
+            step = self._outcome(taken, out, start)
+        except (ModelError, MemoryError, RuntimeError) as error:
+            fault = self._fault(taken, error)
+            if fault is None:
+                raise
+            step = self._failure(header, fault, start)
+        step.end_ns = time.monotonic_ns()
+        return step
+
+    def _shared(self, taken: Sequence[_Taken], start: int) -> list[Step]:
+        """One forward of all of them, and what came of it for each."""
+        rows = [Rows(t.header.session, t.inputs, t.header.position, t.samples) for t in taken]
+        try:
+            outs = self.stage.forward_many(rows)
+        except (MemoryError, RuntimeError) as error:
+            faults = [self._fault(t, error, beside=len(taken) - 1) for t in taken]
+            if None in faults:
+                raise
+            return [self._failure(t.header, f, start) for t, f in zip(taken, faults, strict=True) if f is not None]
+        steps = []
+        for one, out in zip(taken, outs, strict=True):
+            try:
+                steps.append(self._outcome(one, out, start))
+            except (ModelError, MemoryError, RuntimeError) as error:
+                fault = self._fault(one, error)
+                if fault is None:
+                    raise
+                steps.append(self._failure(one.header, fault, start))
+        return steps
+
+    def _taken(self, frame: Frame) -> _Taken:
+        """What the stage is to compute for a frame; its place in the session is checked by the stage."""
+        header = frame.header
+        if not isinstance(header, Hidden):
+            raise self._misplaced(header)
         if header.epoch != self.epoch:
             raise ProtocolError(
                 f"A frame of epoch {header.epoch} came", where=str(self.stage.segment), expected=f"epoch {self.epoch}"
             )
-        if session in self._failed:  # sent before the head heard of it
-            now = time.monotonic_ns()
-            return Step(None, (), now, now, session)
+        session, opened = header.session, self._opened.get(header.session)
         if opened is None:
             raise ProtocolError(f"Session {session} is not open", where=str(self.stage.segment), expected="Open first")
         inputs = _tensor(frame)
@@ -159,44 +259,46 @@ class Relay:
                 where=str(self.stage.segment),
                 expected=f"at most {opened.context}, its context",
             )
-        start = time.monotonic_ns()
-        try:
-            return self._compute(header, opened, inputs, start)
-        except (ModelError, MemoryError, RuntimeError) as error:
-            fault = self._fault(header, inputs, error)
-            if fault is None:
-                raise
-        self._forget(session)
-        self._failed.add(session)
-        told = trouble(fault)
-        failed = Failed(session=session, code=told.code, reason=told.text)
-        return Step(failed, (), start, time.monotonic_ns(), session, header.position)
+        return _Taken(header, opened, inputs, self.stage.segment.head and header.sample)
 
-    def _fault(self, header: Hidden, inputs: torch.Tensor, error: Exception) -> SplitlmError | None:
-        """What this session's caller is to be told; None where the error is not this session's own."""
+    def _fault(self, taken: _Taken, error: Exception, beside: int = 0) -> SplitlmError | None:
+        """What this session's caller is to be told; None where the error is not this session's own.
+
+        Args:
+            beside: how many other sessions it ends too.
+        """
+        header, inputs = taken.header, taken.inputs
         whose, where = f"Session {header.session}", f"node {self.node} ({self.stage.segment})"
         if isinstance(error, ModelError):
             return ModelError(f"{whose}: {error.what}", where=where, expected=error.expected, remedy=error.remedy)
         end = header.position + (inputs.shape[1] if inputs.dim() > 1 else 1) - 1
         rows = f"position {end}" if end == header.position else f"positions {header.position} to {end}"
-        fault = out_of_memory(error, f"{whose}, {rows}")
+        shared = f", in a step that it shared with {beside} others, which end too" if beside else ""
+        fault = out_of_memory(error, f"{whose}, {rows}{shared}")
         if fault is not None:
             fault.where = where
         return fault
 
-    def _compute(self, header: Hidden, opened: Open, inputs: torch.Tensor, start: int) -> Step:
-        session = header.session
-        samples = self.stage.segment.head and header.sample
+    def _failure(self, header: Hidden, fault: SplitlmError, start: int) -> Step:
+        """The session ends here, and its ``Failed`` frame goes home."""
+        self._forget(header.session)
+        self._failed.add(header.session)
+        told = trouble(fault)
+        failed = Failed(session=header.session, code=told.code, reason=told.text)
+        return Step(failed, (), start, start, header.session, header.position)
+
+    def _outcome(self, taken: _Taken, out: torch.Tensor | None, start: int) -> Step:
+        """What goes on of a session whose rows were computed."""
+        header, session = taken.header, taken.header.session
         prefill = session not in self._decoding
-        out = self.stage.forward(session, inputs, header.position, logits=samples)
-        rows = inputs.shape[1]
+        rows = taken.inputs.shape[1]
         onward: Header | None = None
         tensors: Sequence[Buffer] = ()
         logits = None
-        if samples and out is not None:
+        if taken.samples and out is not None:
             token = self._samplers[session].next(out, header.position + rows)
             specs = []
-            if opened.logits:
+            if taken.opened.logits:
                 logits = out.float()
                 spec, view = payload.dump(logits)
                 specs, tensors = [spec], [view]
@@ -211,8 +313,7 @@ class Relay:
             )
         if header.sample:
             self._decoding.add(session)
-        end = time.monotonic_ns()
-        return Step(onward, tensors, start, end, session, header.position, rows, 0, prefill, logits)
+        return Step(onward, tensors, start, start, session, header.position, rows, 0, prefill, logits)
 
 
 def _tensor(frame: Frame) -> torch.Tensor:

@@ -1,7 +1,8 @@
 """Which session takes the next step on the head: first come, first served, so that nobody starves.
 
 A session is ready when its next input is known: a prompt's next chunk, or the token that came home. Long prompts give
-way after every chunk. While the way out is backed up, only decode steps (one row) go; chunks wait.
+way after every chunk. While the way out is backed up, only decode steps (one row) go; chunks wait. Where sessions may
+share a step, decode steps that are ready ride with the one whose turn it is.
 """
 
 from __future__ import annotations
@@ -42,6 +43,28 @@ class Schedule:
                 self._ready.remove(turn)
                 return turn
         return None
+
+    def riders(self, most: int) -> list[Turn]:
+        """Further decode turns, at most so many, removed from the queue: for a step whose turn has come anyway."""
+        taken: list[Turn] = []
+        kept: deque[Turn] = deque()
+        for turn in self._ready:
+            (kept if turn.prefill or len(taken) >= most else taken).append(turn)
+        self._ready = kept
+        return taken
+
+
+def share(decoding: int, segments: int, width: int) -> int:
+    """How many sessions the head puts into one decode step, at most: an equal part for each segment of the ring.
+
+    All in one step would move round the ring in one clump, and only one stage would work at a time.
+
+    Args:
+        decoding: sessions beyond their prompt, whether ready or under way.
+        segments: of the cut.
+        width: what the engine allows, see ``Engine.width``.
+    """
+    return max(1, min(width, -(-decoding // segments)))
 
 
 def chunks(length: int, size: int) -> list[tuple[int, int]]:

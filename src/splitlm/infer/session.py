@@ -31,6 +31,7 @@ class Lap:
     Attributes:
         arrived_ns: when its input was known, and ``bytes_in`` how large the frame was that brought it.
         step: once it was computed.
+        bytes_out: of the frame that came of it.
         record: once it was sent.
         tpot_ms: once its token is home, which on a fast ring may be heard of before the sending; ``ttft_ms`` alike.
     """
@@ -39,18 +40,10 @@ class Lap:
     prefill: bool
     bytes_in: int
     step: Step | None = None
+    bytes_out: int = 0
     record: StepRecord | None = None
     tpot_ms: float | None = None
     ttft_ms: float | None = None
-
-
-@dataclass(frozen=True)
-class Sent:
-    """A step of the first segment; if its frame was sent already, when that was (ns), and its bytes."""
-
-    step: Step
-    when_ns: int = 0
-    nbytes: int = 0
 
 
 @dataclass

@@ -25,7 +25,11 @@ class Spread(msgspec.Struct, frozen=True):
 class StageTotals(msgspec.Struct, frozen=True, kw_only=True):
     """One stage's decode steps: total milliseconds per phase, and each phase's share of their sum (0 to 1).
 
+    A step that sessions shared counts once in the times.
+
     Attributes:
+        steps: of sessions: one for each token.
+        batch: mean number of sessions that shared a step, over these.
         lap_error: see ``lap_errors``.
         lap_error_p50: median over single laps, see ``single_lap_errors``.
         lap_error_p99: 99th percentile over them.
@@ -43,6 +47,7 @@ class StageTotals(msgspec.Struct, frozen=True, kw_only=True):
     send_share: float
     bytes_out: int
     kv_bytes: int
+    batch: float = 1.0
     lap_error: float | None = None
     lap_error_p50: float | None = None
     lap_error_p99: float | None = None
@@ -222,10 +227,10 @@ def _segment(step: Step) -> int:
 
 
 def _stage(node: int, steps: Sequence[Step], lap_error: float | None, singles: Sequence[float]) -> StageTotals:
-    compute = sum(step.compute_ms for step in steps)
-    wait = sum(step.recv_wait_ms for step in steps)
-    queue = sum(step.queue_ms for step in steps)
-    send = sum(step.send_ms for step in steps)
+    compute = sum(step.compute_ms / step.batch for step in steps)
+    wait = sum(step.recv_wait_ms / step.batch for step in steps)
+    queue = sum(step.queue_ms / step.batch for step in steps)
+    send = sum(step.send_ms / step.batch for step in steps)
     total = compute + wait + queue + send or 1.0
     return StageTotals(
         node=node,
@@ -240,6 +245,7 @@ def _stage(node: int, steps: Sequence[Step], lap_error: float | None, singles: S
         send_share=send / total,
         bytes_out=sum(step.bytes_out for step in steps),
         kv_bytes=max((step.kv_bytes for step in steps), default=0),
+        batch=sum(step.batch for step in steps) / len(steps) if steps else 1.0,
         lap_error=lap_error,
         lap_error_p50=percentile(singles, 50) if singles else None,
         lap_error_p99=percentile(singles, 99) if singles else None,

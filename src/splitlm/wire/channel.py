@@ -58,6 +58,11 @@ class Channel(Protocol):
         """Bytes sent so far."""
         ...
 
+    @property
+    def pending(self) -> bool:
+        """Whether ``receive`` has a frame to give at once."""
+        ...
+
     async def send(self, header: Header, tensors: Sequence[Buffer] = ()) -> None:
         """Send one frame; returns once the bytes are with the kernel or in a bounded buffer.
 
