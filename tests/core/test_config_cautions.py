@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from splitlm.core.config import RunConfig, read
-from splitlm.core.config_cautions import cautions
+from splitlm.core.config_cautions import SECOND_DRAW, cautions
 
 
 def made(owners: int = 2, **fine_tune: Any) -> RunConfig:
@@ -35,3 +35,9 @@ def test_unfreezing_with_several_owners_is_warned_of_and_says_why() -> None:
 def test_noise_promises_nothing() -> None:
     (said,) = cautions(read({"privacy": {"noise": 0.1}}))
     assert "0.1" in said and "no guarantee" in said
+
+
+def test_a_run_that_is_gone_on_with_draws_its_noise_anew_and_says_what_that_costs() -> None:
+    noisy = read({"privacy": {"noise": 0.1}})
+    assert SECOND_DRAW not in cautions(noisy) and cautions(noisy, resumed=True)[-1] == SECOND_DRAW
+    assert cautions(read({}), resumed=True) == ()

@@ -30,19 +30,19 @@ def noise(crossing: Crossing, out: Out, window: int = 2) -> torch.Tensor:
 
 
 def test_activations_that_leave_an_owner_carry_noise_in_their_own_std() -> None:
-    made = noise(Crossing("owner", noise=0.5, secret=7), forward())
+    made = noise(Crossing("owner", noise=0.5, secret=b"7"), forward())
     assert made.dtype == torch.float64
     assert float(made.std()) == pytest.approx(0.5 * float(HIDDEN.std()), rel=0.05)
     assert abs(float(made.mean())) < 0.1
 
 
 def test_a_repeated_attempt_sends_the_same_noise_and_anything_else_another() -> None:
-    crossing = Crossing("owner", noise=0.5, secret=7)
+    crossing = Crossing("owner", noise=0.5, secret=b"7")
     first = noise(crossing, forward())
     again = noise(crossing, forward(window=6))  # another attempt at the same window
     assert torch.equal(first, again)
     others = [noise(crossing, forward(index=1)), noise(crossing, forward(), window=3)]
-    others += [noise(crossing, forward(train=False)), noise(Crossing("owner", noise=0.5, secret=8), forward())]
+    others += [noise(crossing, forward(train=False)), noise(Crossing("owner", noise=0.5, secret=b"8"), forward())]
     assert all(not torch.allclose(first, other) for other in others)
     assert not torch.allclose(*(noise(Crossing("owner", noise=0.5), forward()) for _ in range(2)))  # secrets differ
 

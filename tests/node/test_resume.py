@@ -14,9 +14,11 @@ import torch
 
 from splitlm.core import messages, training
 from splitlm.core.config import RunConfig
+from splitlm.core.config_cautions import SECOND_DRAW
 from splitlm.core.errors import CheckpointError, PeerLostError, PeerMissingError, SplitlmError, UsageError
-from splitlm.finetune import partyfile, store
+from splitlm.finetune import crossing, partyfile, store
 from splitlm.finetune.manifest import MANIFEST
+from splitlm.finetune.noise import gaussian
 from splitlm.finetune.recipe import read_rows
 from tests.node.test_training_faults import is_
 from tests.node.test_tuning import config, model_folder, rows_file
@@ -148,6 +150,27 @@ def test_an_owner_without_its_files_is_turned_away_by_name(
     assert len(away) == 1 and "need the files of owner-" in away[0] and "nobody" in away[0]
     told = [str(error) for error in scene.errors if "need the files" in str(error)]
     assert len(told) == 1 and "no place" in told[0] and "--folder" in told[0]
+
+
+def test_noise_of_a_round_that_is_done_again_is_another_and_its_owner_says_so(
+    make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Round 1 is sent twice: the text is the same, and no stream of noise is."""
+    made, run = make(1, 1, {"privacy": {"noise": 0.5}}), tmp_path / "run"
+    drawn: dict[tuple[object, ...], list[torch.Tensor]] = {}
+
+    def note(secret: bytes, what: Any, shape: Any) -> torch.Tensor:
+        drawn.setdefault(tuple(what), []).append(gaussian(secret, what, shape))
+        return drawn[tuple(what)][-1]
+
+    monkeypatch.setattr(crossing, "gaussian", note)
+    play(made, run, monkeypatch, once(is_("to", ("owner", 0), training.Gather, round=1), Scene.stop_lead))
+    assert SECOND_DRAW not in caplog.messages and {len(of) for of in drawn.values()} == {1}
+    assert play(made, run, monkeypatch, resume=True).error is None
+    assert SECOND_DRAW in caplog.messages
+    assert {what[0]: len(of) for what, of in drawn.items()} == {0: 1, 1: 2, 2: 1}
+    for what, of in drawn.items():
+        assert what[0] != 1 or (of[0].shape == of[1].shape and not torch.isclose(of[0], of[1]).all())
 
 
 def test_rows_that_changed_are_told_of(

@@ -41,7 +41,7 @@ UNDERSCORES = {"token_normalize_func": lambda word: word.replace("_", "-")}
 _log = logging.getLogger("splitlm.train")
 
 
-def read_config(voice: Console, path: Path, changes: list[str]) -> RunConfig:
+def read_config(voice: Console, path: Path, changes: list[str], *, resumed: bool = False) -> RunConfig:
     """The settings of a run, checked; what a user should hear of them is said.
 
     Raises:
@@ -51,7 +51,7 @@ def read_config(voice: Console, path: Path, changes: list[str]) -> RunConfig:
     from splitlm.finetune.runfile import read_run
 
     config = read_run(path, changes)
-    for caution in cautions(config):
+    for caution in cautions(config, resumed=resumed):
         voice.warn(caution)
     return config
 
@@ -105,7 +105,7 @@ def train(
         )
     voice = console(context)
     file = config_of(config, resume)
-    settings = read_config(voice, file, changes)
+    settings = read_config(voice, file, changes, resumed=resume is not None)
     threads = o.at_least(1, threads, "--threads")
     wait = o.seconds(deadline, "--deadline")
     if resume is not None:
@@ -130,7 +130,7 @@ def coordinator(
     """Coordinate a training run: owners and workers come with splitlm client."""
     voice = console(context)
     file = config_of(config, resume)
-    settings = read_config(voice, file, changes)
+    settings = read_config(voice, file, changes, resumed=resume is not None)
     address = o.address(listen, "--listen")
     if resume is not None:
         warn_of_password(voice, settings, config, local=False)

@@ -15,9 +15,9 @@ import torch
 
 from splitlm.core.shape import Role
 from splitlm.finetune.batch import Microbatch
+from splitlm.finetune.noise import gaussian
 from splitlm.finetune.window import Out
 from splitlm.model import payload
-from splitlm.model.tunable import seed_of
 from splitlm.wire.frame import Forward, Spec
 
 T = TypeVar("T")
@@ -43,21 +43,25 @@ class Crossing:
         role: of the party.
         device: where it computes.
         noise: standard deviation of the Gaussian noise on activations that leave an owner, in their own.
-        secret: of the owner, from which its noise is seeded; None draws one.
+        secret: of the owner, from which its noise follows; None draws one.
 
-    The noise is seeded by the owner's secret and the microbatch, so an attempt that is repeated sends the same: from
-    two draws of it a listener would average it away. It is not seeded by the run, whose settings every party knows and
-    could take it off again with. It is no guarantee of privacy: how much of a text noisy activations still tell is
+    The noise follows from the owner's secret and the microbatch, so an attempt that is repeated sends the same: from
+    two draws of it a listener would average it away. It does not follow from the run, whose settings every party knows
+    and could take it off again with. It is no guarantee of privacy: how much of a text noisy activations still tell is
     found by attacking them, and bounded by no proof.
+
+    The secret lives as long as the process and is stored nowhere. A run that is gone on with draws another one: its
+    rows may be others by then, and the same noise on two texts is taken off by their difference. What it does again of
+    a round that was broken off is therefore a second draw.
     """
 
     def __init__(
-        self, role: Role, device: torch.device | None = None, noise: float = 0.0, secret: int | None = None
+        self, role: Role, device: torch.device | None = None, noise: float = 0.0, secret: bytes | None = None
     ) -> None:
         self.device = device or torch.device("cpu")
         self.copies = Copies()
         self._noise = noise if role == "owner" else 0.0
-        self._secret = secrets.randbits(63) if secret is None else secret
+        self._secret = secrets.token_bytes(32) if secret is None else secret
 
     def take(self, spec: Spec, view: memoryview) -> torch.Tensor:
         """A tensor of a frame, in memory of its own on the device."""
@@ -82,8 +86,7 @@ class Crossing:
 
     def _noisy(self, hidden: torch.Tensor, header: Forward, window: int) -> torch.Tensor:
         """Hidden states ``[B, T, hidden]`` with noise. An attempt has a number of its own, a window keeps its."""
-        seed = seed_of(self._secret, header.round, window, header.index, header.train)
-        made = torch.randn(hidden.shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float32)
+        made = gaussian(self._secret, (header.round, window, header.index, header.train), hidden.shape)
         return hidden + (self._noise * hidden.std()) * made.to(hidden.device, hidden.dtype)
 
     def _timed(self, way: Literal["to_device", "from_device"], copy: Callable[[], T]) -> T:

@@ -12,6 +12,7 @@ from typing import Any
 from splitlm.bus.base import Spoke
 from splitlm.core import messages, training
 from splitlm.core.config import RunConfig, here, read
+from splitlm.core.config_cautions import SECOND_DRAW
 from splitlm.core.errors import DataMissingError, NetworkError, PeerLostError, ProtocolError, SplitlmError
 from splitlm.core.errors import from_exit_code as reported
 from splitlm.core.groups import first_error
@@ -178,6 +179,8 @@ class _Party:
         )
         plane = Plane(self._on_lost, learning.u_shape.transport_queue_size)
         crossing = Crossing(settings.role, self._device, noise)
+        if noise and settings.role == "owner" and start.resume >= 0:
+            _log.warning("%s", SECOND_DRAW)
         engine = Engine(party, plane, self._runner, learning.u_shape.timeout_seconds, crossing)
         self._moved = lambda: links.state_bytes
         self._figures = lambda: figures(engine, plane, links, crossing)
