@@ -13,10 +13,11 @@ from splitlm.core.cut import Segment
 from splitlm.core.errors import ProtocolError
 from splitlm.model.cache import BlockKV, SessionCache
 from splitlm.model.compute.base import Engine, Job
+from splitlm.model.compute.choice import kind_of
 from splitlm.model.compute.exact import ExactEngine
 from splitlm.model.compute.fast import FusedEngine
 from splitlm.model.compute.packing import Packing
-from splitlm.model.compute.products import KINDS, products
+from splitlm.model.compute.products import products
 from splitlm.model.load import Loader, ModelFiles
 from splitlm.model.part import Part
 from splitlm.model.skeleton import set_blocks
@@ -222,10 +223,13 @@ def build_stages(
 
     Args:
         compute: an engine that this machine has (``compute/choice.py``).
+
+    Raises:
+        UsageError: it has not.
     """
     if compute == "exact":
         return [Stage(part, files, ExactEngine(part, files.family)) for part in files.load(segments, loader)]
-    packing = Packing(KINDS[compute], files.family)
+    packing = Packing(kind_of(compute), files.family)
     parts = files.load(segments, loader, packing)
     return [Stage(part, files, _packed_engine(part, files, packing), packing) for part in parts]
 

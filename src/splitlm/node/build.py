@@ -90,7 +90,7 @@ def build_node(files: ModelFiles, cut: Cut, node: int, name: str, settings: Buil
         device="cpu",
         threads=torch.get_num_threads(),
         compute=stages[0].engine.name,
-        asked=f"{settings.compute} ({choice.why})" if choice.why else "",
+        asked=f"{settings.compute} ({why})" if (why := choice.why or choice.aside) else "",
         pack_ms=timings["pack"],
         inexact=packing.inexact / packing.numbers if packing is not None and packing.numbers else 0.0,
         unpacked=packing.left[:UNPACKED] if packing is not None else [],

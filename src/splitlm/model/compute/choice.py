@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from splitlm.core.engines import ENGINES
 from splitlm.core.errors import UsageError
-from splitlm.model.compute.products import KINDS
+from splitlm.model.compute.products import KINDS, Kind
 
 
 @dataclass(frozen=True)
@@ -16,21 +16,24 @@ class Choice:
     Attributes:
         name: of the engine.
         why: empty where it is the one that was asked for.
+        aside: why the best products of this engine do not work here, where others stand in for them.
     """
 
     name: str
     why: str = ""
+    aside: str = ""
 
 
-def need(asked: str) -> None:
-    """See that a machine can run an engine, where another in its place would be no answer.
+def need(asked: str) -> Choice:
+    """As ``choose``, where ``exact`` in place of the engine would be no answer.
 
     Raises:
         UsageError: there is no such engine, or it does not work here.
     """
     chosen = choose(asked)
-    if chosen.why:
+    if chosen.name == "exact" != asked:
         raise _lacking(asked, chosen.why)
+    return chosen
 
 
 def choose(asked: str) -> Choice:
@@ -45,12 +48,24 @@ def choose(asked: str) -> Choice:
         raise UsageError(f"There is no engine {asked!r}", where="--compute", expected=" or ".join(ENGINES))
     if asked == "exact":
         return Choice(asked)
-    why = KINDS[asked].missing()
-    if not why:
-        return Choice(asked)
+    found = KINDS[asked].trial()
+    if found.kind is not None:
+        return Choice(asked, aside=found.why)
     if asked == "fast":
-        return Choice("exact", why)
-    raise _lacking(asked, why)
+        return Choice("exact", found.why)
+    raise _lacking(asked, found.why)
+
+
+def kind_of(engine: str) -> Kind:
+    """How an engine packs on this machine.
+
+    Raises:
+        UsageError: it does not work here.
+    """
+    found = KINDS[engine].trial()
+    if found.kind is None:
+        raise _lacking(engine, found.why)
+    return found.kind
 
 
 def _lacking(asked: str, why: str) -> UsageError:

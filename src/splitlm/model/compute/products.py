@@ -1,7 +1,7 @@
 """Linear layers with packed weights: what an engine puts in place of torch's and transformers' own.
 
 Each kind packs one matrix of ``[out, in]``, and says which matrices it cannot hold. What packs and multiplies is in
-torch; whether this build and this processor have it is tried, not looked up (``missing``).
+torch, or our own (``native``); whether this build and this processor have it is tried, not looked up (``Kind.trial``).
 """
 
 from __future__ import annotations
@@ -14,25 +14,16 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from splitlm.model.compute.native.library import prepare
+from splitlm.model.compute.native.product import BlockProduct, finite
+from splitlm.model.compute.packed import Product as Product
+
 HALF_MAX = 65504.0
 """Largest number of float16."""
 GROUP = 32
 """Weights that share one scale and zero point in int4."""
 _TRIED = (64, 96)
 """Shape of the matrix that is packed to find out whether a kind works here."""
-
-
-class Product(nn.Module):
-    """``x @ weight.T + bias`` for x ``[rows, in]`` in float32; the result is float32 ``[rows, out]``."""
-
-    nbytes = 0
-    """Of the packed weights."""
-    elements = 0
-    """Numbers in them, bias included."""
-
-    def release(self) -> None:
-        """Give the packed weights back at once; it cannot be called any more."""
-        self.nbytes = 0
 
 
 class PlainProduct(Product):
@@ -58,7 +49,7 @@ class HalfProduct(Product):
         )
         self.elements = _elements(weight, bias)
         self.nbytes = weight.numel() * 2 + (0 if bias is None else bias.numel() * 4)
-        self._product = torch.ops.quantized.linear_dynamic_fp16
+        self._product = torch.ops.quantized.linear_dynamic_fp16.default
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """See ``Product``."""
@@ -86,7 +77,7 @@ class ByteProduct(Product):
         self.packed: Any = torch.ops.quantized.linear_prepack(rounded, None if bias is None else bias.float())
         self.elements = _elements(weight, bias)
         self.nbytes = weight.numel() + 4 * len(scales) * (1 if bias is None else 2)
-        self._product = torch.ops.quantized.linear_dynamic
+        self._product = torch.ops.quantized.linear_dynamic.default
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """See ``Product``."""
@@ -115,7 +106,7 @@ class NibbleProduct(Product):
         self.bias = None if bias is None else nn.Parameter(bias.float(), False)
         self.elements = weight.numel()  # the bias is a parameter
         self.nbytes = weight.numel() // 2 + self.scales.nbytes
-        self._product = torch.ops.aten._weight_int4pack_mm_for_cpu
+        self._product = torch.ops.aten._weight_int4pack_mm_for_cpu.default
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """See ``Product``."""
@@ -151,17 +142,36 @@ def _nibble_fits(weight: torch.Tensor) -> str:
     return "" if columns % GROUP == 0 and rows % 16 == 0 else f"its shape is {rows} x {columns}"
 
 
+def _nothing() -> str:
+    return ""
+
+
+@dataclass(frozen=True)
+class Trial:
+    """What a machine can do.
+
+    Attributes:
+        kind: that works here; None where none does.
+        why: the ones before it do not.
+    """
+
+    kind: Kind | None
+    why: str = ""
+
+
 @dataclass(frozen=True)
 class Kind:
     """One way to pack.
 
     Attributes:
-        name: of the engine that packs so.
-        make: packs a matrix ``[out, in]`` and its bias.
+        name: of the engine that packs so, and of what multiplies where there are several.
+        make: packs a matrix ``[out, in]`` and its bias; compiles nothing.
         misfit: why a matrix cannot be packed; "" for one that can.
         width: how many sessions may share a product without changing each other's numbers.
         halves: whether weights are held in float16.
         error: what the result may differ by, as a share of its largest number: a bound for sanity, not a promise.
+        prepare: done before the first matrix is packed, once on a machine it may take seconds; why it fails, or "".
+        instead: what the engine packs with where this kind does not work.
     """
 
     name: str
@@ -170,9 +180,25 @@ class Kind:
     width: int
     error: float
     halves: bool = False
+    prepare: Callable[[], str] = _nothing
+    instead: Kind | None = None
+
+    def trial(self) -> Trial:
+        """Which works here, this kind or what stands in for it. Packs and multiplies a small matrix to find out."""
+        why = self.prepare() or self._wrong()
+        if not why:
+            return Trial(self)
+        if self.instead is None:
+            return Trial(None, why)
+        other = self.instead.trial()
+        return Trial(other.kind, why if not other.why else f"{why}; {other.why}")
 
     def missing(self) -> str:
-        """Why this machine cannot run it; "" where it can. Packs and multiplies a small matrix to find out."""
+        """Why this machine can run neither this kind nor another in its stead; "" where it can."""
+        found = self.trial()
+        return "" if found.kind is not None else found.why
+
+    def _wrong(self) -> str:
         weight = torch.linspace(-1, 1, _TRIED[0] * _TRIED[1]).view(_TRIED).sin()
         rows = torch.linspace(-2, 2, 3 * _TRIED[1]).view(3, _TRIED[1]).cos()
         true = functional.linear(rows, weight)
@@ -185,11 +211,10 @@ class Kind:
         return "" if worst <= self.error else f"its results are wrong by {worst:.1%}"
 
 
+_BYTES = Kind("int8 (torch)", ByteProduct, _any_fits, 1, 5e-2)
 KINDS = {
-    kind.name: kind
-    for kind in (
-        Kind("fast", HalfProduct, _half_fits, 32, 2e-3, halves=True),
-        Kind("int8", ByteProduct, _any_fits, 1, 5e-2),
-        Kind("int4", NibbleProduct, _nibble_fits, 1, 2e-1),
-    )
+    "fast": Kind("fast", HalfProduct, _half_fits, 32, 2e-3, halves=True),
+    "int8": Kind("int8 (native)", BlockProduct, finite, 32, 2e-2, prepare=prepare, instead=_BYTES),
+    "int4": Kind("int4", NibbleProduct, _nibble_fits, 1, 2e-1),
 }
+"""By the engine that packs so."""
