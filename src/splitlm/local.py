@@ -255,6 +255,11 @@ class Ring:
         return self._host.reports if self._host is not None else []
 
     @property
+    def engines(self) -> list[str]:
+        """The engine that each node runs, by the name that it gives itself."""
+        return self._host.engines if self._host is not None else []
+
+    @property
     def stage_pids(self) -> list[int]:
         """Process ids of the stages that this ring started."""
         return self._host.stage_pids if self._host is not None else []

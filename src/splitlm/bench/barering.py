@@ -19,6 +19,7 @@ from splitlm.bench.echo import dial, listening, take
 from splitlm.bench.generators import prompt
 from splitlm.core.cut import make_cut
 from splitlm.core.errors import PeerLostError
+from splitlm.model.compute.choice import choose
 from splitlm.model.load import ModelFiles
 from splitlm.model.stage import Stage, build_stages
 from splitlm.telemetry.summary import percentile
@@ -31,7 +32,7 @@ def build(model: str, dtype: str, cuts: list[int], node: int, compute: str) -> S
     """The stage of one node."""
     torch.set_num_threads(1)
     files = ModelFiles(Path(model), dtype=dtype)
-    (stage,) = build_stages(files, [make_cut(files.blocks, cuts).segments[node]], compute=compute)
+    (stage,) = build_stages(files, [make_cut(files.blocks, cuts).segments[node]], compute=choose(compute).name)
     return stage
 
 

@@ -17,6 +17,7 @@ from splitlm.bench.residency import stage_shares
 from splitlm.core.cut import make_cut
 from splitlm.core.shifts import Shift
 from splitlm.local import Ring
+from splitlm.model.compute.choice import choose
 from splitlm.model.load import ModelFiles
 from splitlm.model.stage import Stage, build_stages
 from splitlm.model.stock import Stock
@@ -113,7 +114,7 @@ def whole_stage(model: str, dtype: str, compute: str) -> tuple[ModelFiles, Stage
     """Our stage over all blocks, and its files; one thread from now on."""
     torch.set_num_threads(1)
     files = ModelFiles(Path(model), dtype=dtype)
-    (stage,) = build_stages(files, make_cut(files.blocks, ()).segments, compute=compute)
+    (stage,) = build_stages(files, make_cut(files.blocks, ()).segments, compute=choose(compute).name)
     return files, stage
 
 

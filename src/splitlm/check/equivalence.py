@@ -2,16 +2,16 @@
 
 The ring's stages are processes of their own; the reference is the whole model in this process, once the ring is gone.
 By default the ring reads its weights with our loader and the reference with transformers' own, so that no loader's
-mistake cancels out.
+mistake cancels out. Where stages hold their weights in float16, the reference is given the same numbers.
 """
 
 from __future__ import annotations
 
 import contextlib
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +19,17 @@ import torch
 
 from splitlm.check.compare import Comparison, Run, compare, rule
 from splitlm.check.moves import Moves
+from splitlm.check.rounding import Held, Rounding, halves, held_by, round_to_half
+from splitlm.core.cut import make_cut
+from splitlm.core.engines import ENGINES
 from splitlm.core.errors import UsageError
 from splitlm.local import Generation, Ring
 from splitlm.model.load import Loader, ModelFiles
+from splitlm.model.stage import build_stages
 from splitlm.model.text import TextCodec
 from splitlm.model.uncut import Uncut
+from splitlm.model.whole import own_memory, whole_model
+from splitlm.node.window import Boundary
 
 Say = Callable[[str], None]
 
@@ -77,6 +83,8 @@ class Equivalence:
         dtype: in which both sides computed.
         baseline: what the ring was compared with: ``reference`` or ``noshift``.
         ring: what happened in the ring when blocks were to move; None where none were.
+        engines: that its nodes ran.
+        rounding: what was rounded in the reference, as the engines do it; None where they take weights as they are.
     """
 
     cut: tuple[str, ...]
@@ -84,6 +92,8 @@ class Equivalence:
     outcomes: tuple[Outcome, ...]
     baseline: str = "reference"
     ring: Moves | None = None
+    engines: tuple[str, ...] = ()
+    rounding: Rounding | None = None
 
     @property
     def ok(self) -> bool:
@@ -127,11 +137,14 @@ def equivalence(
         ring: what else ``Ring`` takes (stages, cuts, private, loader, dtype …).
 
     Raises:
-        UsageError: fewer than one session, or the golden text cannot be read.
+        UsageError: fewer than one session, the golden text cannot be read, or an engine of which no logits or no bits
+            can be those of the reference.
         SplitlmError: the ring could not be formed, or broke.
     """
     if sessions < 1:
         raise UsageError(f"{sessions} sessions", where="--sessions", expected="at least 1")
+    if baseline == "reference":
+        _check_engines(ring.get("compute", "exact"), bits)
     wanted = _read(golden) if golden is not None else None
     with Ring(model, threads=threads, prefill_chunk=prefill_chunk, say=say, **ring) as opened:
         files, codec = opened.files, opened.codec
@@ -141,7 +154,8 @@ def equivalence(
         cases += [cases[i % len(cases)] for i in range(sessions - len(cases))]
         say(f"{len(cases)} prompts through the ring, {sessions} at once")
         made = ring_runs(opened, cases, max_new_tokens, sessions)
-        cut = tuple("; ".join(map(str, opened.cut.held_by(node))) for node in range(opened.cut.stages))
+        serving, engines = opened.cut, tuple(opened.engines)
+        cut = tuple("; ".join(map(str, serving.held_by(node))) for node in range(serving.stages))
     shifts = tuple(ring.get("shifts", ()))
     moves = Moves(shifts, tuple(opened.boundaries), tuple(opened.migrations)) if shifts else None
     if baseline == "noshift":
@@ -152,17 +166,74 @@ def equivalence(
         dtype = str(files.dtype).removeprefix("torch.")
         both = zip(cases, made, unmoved, strict=True)
         outcomes = [_unmoved(case, out, other, dtype, wanted) for case, out, other in both]
-        return Equivalence(cut, dtype, tuple(outcomes), baseline, moves)
+        return Equivalence(cut, dtype, tuple(outcomes), baseline, moves, engines)
     say(f"the same without a ring ({reference} loader)")
     with intra_op_threads(threads):
-        uncut = Uncut(files, loader=reference)
+        held, crossed = held_by(files, serving, engines), _crossed(opened.boundaries, engines)
+        uncut, rounding = _reference(files, reference, replace(held, blocks=held.blocks | crossed.keys()))
+        _check_crossed(crossed, rounding)
         dtype = str(files.dtype).removeprefix("torch.")
         outcomes = []
         for case, out in zip(cases, made, strict=True):
             verdict = against(uncut, case, Run(out.tokens, out.logits), max_new_tokens, prefill_chunk, dtype)
             same = None if wanted is None else out.text.strip() == wanted
             outcomes.append(Outcome(case, verdict, out.text, same, bits))
-    return Equivalence(cut, dtype, tuple(outcomes), baseline, moves)
+    return Equivalence(cut, dtype, tuple(outcomes), baseline, moves, engines, rounding)
+
+
+def _check_engines(compute: str | Sequence[str], bits: bool) -> None:
+    """See that equality can be asked of these engines."""
+    named = (compute,) if isinstance(compute, str) else tuple(compute)
+    packed = [name for name in named if name in ENGINES[1:]]
+    for name in packed:
+        if not halves(name):
+            raise UsageError(
+                f"The engine {name} does not compute the uncut model's logits, but some that are near",
+                where="--compute",
+                expected="exact or fast",
+                remedy=f"How near they are tells splitlm check quality MODEL --compute {name}; --baseline noshift "
+                "compares such a ring with itself",
+            )
+    if bits and packed:
+        raise UsageError(
+            f"The engine {packed[0]} sums in another order than transformers, which gives other bits",
+            where="--bit-equal",
+            expected="--compute exact, or --baseline noshift",
+        )
+
+
+def _reference(files: ModelFiles, loader: Loader, held: Held) -> tuple[Uncut, Rounding | None]:
+    """The uncut model with the numbers that the ring holds."""
+    if not held:
+        return Uncut(files, loader=loader), None
+    if loader == "shard":
+        (stage,) = build_stages(files, make_cut(files.blocks, ()).segments)
+        return Uncut(files, stage=stage), round_to_half(stage.part.module, files, held)
+    model = whole_model(files.folder, files.dtype)
+    own_memory(model)
+    return Uncut(files, model=model), round_to_half(model, files, held)
+
+
+def _crossed(boundaries: Sequence[Boundary], engines: Sequence[str]) -> dict[int, str]:
+    """Blocks that moved between nodes of which one holds them in float16, and from what engine to what."""
+    moves = [move for boundary in boundaries for move in boundary.moves]
+    return {
+        move.block: f"{engines[move.source]} to {engines[move.target]}"
+        for move in moves
+        if halves(engines[move.source]) != halves(engines[move.target])
+    }
+
+
+def _check_crossed(crossed: Mapping[int, str], rounding: Rounding | None) -> None:
+    """A block that changed its engine in the middle of a text must have had the same numbers in both."""
+    for block, engines in crossed.items():
+        if rounding is not None and rounding.by_block[block]:
+            raise UsageError(
+                f"Block {block} moved from the engine {engines}, and float16 does not hold "
+                f"{rounding.by_block[block]:,} of its numbers exactly, so that no reference has both",
+                where="--compute",
+                expected="one engine for all stages, or weights that float16 holds",
+            )
 
 
 def _unmoved(case: Case, out: Generation, other: Generation, dtype: str, wanted: str | None) -> Outcome:

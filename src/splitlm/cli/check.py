@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from splitlm.cli import check_control, check_migration
+from splitlm.cli import check_control, check_migration, check_quality
 from splitlm.cli import options as o
 from splitlm.cli.console import Console, console
 from splitlm.cli.interrupts import held
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 app = typer.Typer(no_args_is_help=True)
 app.command("control")(check_control.control)
 app.command("migration")(check_migration.migration)
+app.command("quality")(check_quality.quality)
 
 
 @app.callback()
@@ -128,8 +129,12 @@ def _show(voice: Console, result: Equivalence) -> None:
         ]
         rows.append([*row, _yes(outcome.golden)] if golden else row)
     voice.out("cut: " + " → ".join(result.cut))
+    if set(result.engines) - {"exact"}:
+        voice.out("engines: " + " → ".join(result.engines))
     table(voice, [*columns, "golden text"] if golden else columns, rows)
     voice.out(f"rule ({result.dtype}): {result.rule}")
+    if result.rounding is not None:
+        voice.out(result.rounding.told)
     for line in _excuses(result):
         voice.out(line)
     if result.ring is not None:
@@ -143,7 +148,10 @@ def _show(voice: Console, result: Equivalence) -> None:
 
 
 def _other(result: Equivalence) -> str:
-    return "the ring that moved no block" if result.baseline == "noshift" else "the uncut model"
+    if result.baseline == "noshift":
+        return "the ring that moved no block"
+    rounded = result.rounding is not None and result.rounding.inexact
+    return "the uncut model with its weights rounded to float16" if rounded else "the uncut model"
 
 
 def _yes(value: bool | None) -> str:
@@ -167,6 +175,8 @@ def _json(result: Equivalence) -> dict[str, Any]:
         "dtype": result.dtype,
         "rule": result.rule,
         "baseline": result.baseline,
+        "engines": result.engines,
+        **({} if result.rounding is None else {"inexact": result.rounding.share}),
         **({} if result.ring is None else {"moves": _moves(result.ring)}),
         "prompts": [_outcome(outcome) for outcome in result.outcomes],
     }

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from splitlm.cli import options as o
 from splitlm.cli.interrupts import held
 from splitlm.cli.plan import size
+from splitlm.core.engines import ENGINES
 from splitlm.core.errors import SplitlmError
 from splitlm.model.source import cache_folder
 
@@ -71,6 +72,28 @@ def machine() -> list[Finding]:
     else:
         advice = "Unset it, or set it to PASSIVE: waiting threads that spin take the core of the stage that computes"
         found.append(Finding("OMP_WAIT_POLICY", "warn", repr(policy), advice))
+    return found
+
+
+def engines() -> list[Finding]:
+    """Which compute engines work here: each packs and multiplies a small matrix, so that torch is imported."""
+    with held():
+        try:
+            from splitlm.model.compute.choice import choose
+        except ImportError as error:
+            return [Finding("engine exact", "fail", " ".join(str(error).split()))]
+    found = []
+    for name in ENGINES:
+        try:
+            chosen = choose(name)
+        except SplitlmError as error:
+            found.append(Finding(f"engine {name}", "warn", error.what, "Ask for another one with --compute"))
+            continue
+        if not chosen.why:
+            found.append(Finding(f"engine {name}", "ok", "it works here"))
+        else:
+            slower = "generate runs exact instead, which is slower" if chosen.name == "exact" else ""
+            found.append(Finding(f"engine {name}", "warn", f"{chosen.name} runs in its place ({chosen.why})", slower))
     return found
 
 

@@ -39,7 +39,8 @@ def doctor(
     listen = o.address(peers.listen, "--listen") if peers.listen else None
     join = o.address(peers.join, "--join") if peers.join else None
     settings = cut.settings()
-    found = [*checkup.versions(), *checkup.machine(), *checkup.disk(), checkup.packaged_model()]
+    voice.say("trying the compute engines")
+    found = [*checkup.versions(), *checkup.engines(), *checkup.machine(), *checkup.disk(), checkup.packaged_model()]
     if model:
         voice.say("looking at the model")
         found += checkup.model(model, settings, joins=join is not None)

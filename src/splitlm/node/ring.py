@@ -192,6 +192,17 @@ class RingHost:
         self.started.set_result(self._head)
         await self._patiently(self._head.run())
 
+    @property
+    def engines(self) -> list[str]:
+        """The engine that each node runs, in their order; empty until all are linked."""
+        if self._built is None:
+            return []
+        found = {0: self._built.meta.compute}
+        for member in self._members.placed if self._members is not None else ():
+            if member.loaded is not None:
+                found[member.node] = member.loaded.compute
+        return [found[node] for node in sorted(found)]
+
     def _notes(self, built: Built) -> list[tuple[int, str]]:
         """What the user is to know of the nodes' engines."""
         notes = [(0, built.note)]
