@@ -63,7 +63,12 @@ class BlockKV(CacheLayerMixin):  # type: ignore[misc]
         """
         if key.shape[0] != 1:
             raise ProtocolError(f"{key.shape[0]} sequences came in one step", expected="one session per forward")
-        n, before = key.shape[2], self._rows
+        keys, values = self.append(key[0].transpose(0, 1), value[0].transpose(0, 1))
+        return keys.transpose(0, 1).unsqueeze(0), values.transpose(0, 1).unsqueeze(0)
+
+    def append(self, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """``update`` for ``[n, kv_heads, head_dim]``, and what comes back is laid out so too."""
+        n, before = key.shape[0], self._rows
         keep = before + n if self.window is None else min(before + n, self.window - 1)
         self.seen += n
         self.is_initialized = True
@@ -73,10 +78,10 @@ class BlockKV(CacheLayerMixin):  # type: ignore[misc]
             self._resize(key, value, keep)
         k, v = cast(torch.Tensor, self._k), cast(torch.Tensor, self._v)
         first, end = self._start, self._start + before
-        k[end : end + n] = key[0].transpose(0, 1)
-        v[end : end + n] = value[0].transpose(0, 1)
+        k[end : end + n] = key
+        v[end : end + n] = value
         self._start, self._rows = end + n - keep, keep
-        return k[first : end + n].transpose(0, 1).unsqueeze(0), v[first : end + n].transpose(0, 1).unsqueeze(0)
+        return k[first : end + n], v[first : end + n]
 
     def take(self, first: int, limit: int) -> tuple[torch.Tensor, torch.Tensor, int]:
         """A copy of up to ``limit`` rows from absolute position ``first`` on, for another node.
@@ -109,7 +114,7 @@ class BlockKV(CacheLayerMixin):  # type: ignore[misc]
         if position > self.seen:  # what lies between has left the window, and with it all before
             self._start += self._rows
             self._rows, self.seen = 0, position
-        self.update(key.transpose(0, 1).unsqueeze(0), value.transpose(0, 1).unsqueeze(0))
+        self.append(key, value)
 
     def _resize(self, key: torch.Tensor, value: torch.Tensor, keep: int) -> None:
         """Buffers for ``keep`` rows with room to grow, the rows kept so far at their beginning."""
@@ -123,11 +128,10 @@ class BlockKV(CacheLayerMixin):  # type: ignore[misc]
         """Keep the last ``keep`` rows in buffers of that size; return the rows kept before and all the new ones."""
         seen, fresh = [], []
         for before, new in zip(self._kept(), (key, value), strict=True):
-            rows = new[0].transpose(0, 1)
-            rows = torch.cat([before, rows]) if self._rows else rows.contiguous()
+            rows = torch.cat([before, new]) if self._rows else new.contiguous()
             buffer = _buffer(keep, new)
             buffer[:keep] = rows[rows.shape[0] - keep :]
-            seen.append(rows.transpose(0, 1).unsqueeze(0))
+            seen.append(rows)
             fresh.append(buffer)
         self._k, self._v = fresh
         self._start, self._rows = 0, keep
@@ -207,4 +211,4 @@ def _room(rows: int) -> int:
 
 def _buffer(rows: int, like: torch.Tensor) -> torch.Tensor:
     """Memory for ``rows`` rows and room to grow."""
-    return torch.empty(rows + _room(rows), like.shape[1], like.shape[3], dtype=like.dtype, device=like.device)
+    return torch.empty(rows + _room(rows), *like.shape[1:], dtype=like.dtype, device=like.device)

@@ -41,7 +41,7 @@ class FusedEngine:
         x = parts[0] if len(parts) == 1 else torch.cat(parts)
         turns = {kind: self._turn(kind, jobs) for kind in self._rotaries}
         for block in self._family.blocks_of(self._base):
-            x = block(x, rows, turns.get(block.kind, turns.get(None)))
+            x = block.forward(x, rows, turns.get(block.kind, turns.get(None)))
         if segment.head:
             return self._logits(x, rows, jobs)
         return [x[part.begin : part.end].unsqueeze(0).to(self._dtype) for part in rows]
