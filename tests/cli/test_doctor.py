@@ -74,6 +74,31 @@ def test_spinning_threads_are_warned_of(monkeypatch: pytest.MonkeyPatch) -> None
     assert findings()["OMP_WAIT_POLICY"].verdict == "warn"
 
 
+def test_engines_are_told_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All that there are; one that gives way to exact, one that another way of it replaces, one that does not work."""
+    from splitlm.core.engines import ENGINES
+    from splitlm.core.errors import UsageError
+    from splitlm.model.compute import choice
+
+    assert {f"engine {name}" for name in ENGINES} <= set(findings())
+
+    def told(asked: str) -> choice.Choice:
+        if asked == "int4":
+            raise UsageError("This machine cannot run the engine 'int4' (no such product)")
+        if asked == "int8":
+            return choice.Choice("int8 (torch)", "there is no compiler")
+        return choice.Choice("exact", "no such operator" if asked == "fast" else "")
+
+    monkeypatch.setattr(choice, "choose", told)
+    found = findings()
+    assert found["engine exact"] == Finding("engine exact", "ok", "it works here")
+    assert found["engine fast"].verdict == "warn" and "no such operator" in found["engine fast"].text
+    assert "runs exact instead" in found["engine fast"].advice
+    assert found["engine int8"].text == "int8 (torch) runs in its place (there is no compiler)"
+    assert found["engine int8"].advice == "" and found["engine int4"].verdict == "warn"
+    assert "no such product" in found["engine int4"].text
+
+
 def test_folders_that_cannot_be_written_fail(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Below a file there is no folder; a full disk is warned of."""
     (tmp_path / "file").write_text("")

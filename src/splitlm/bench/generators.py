@@ -128,7 +128,7 @@ class UncutWork:
     def __init__(self, *, model: str, dtype: str = "auto", compute: str = "exact") -> None:
         files, stage = whole_stage(model, dtype, compute)
         self._uncut = Uncut(files, stage=stage)
-        self.told: dict[str, Any] = {}
+        self.told: dict[str, Any] = {"engine": stage.engine.name}
 
     def run(self, *, tokens: int) -> dict[str, Any]:
         """Generate once."""

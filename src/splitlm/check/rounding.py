@@ -129,7 +129,7 @@ def _groups(block: Any, fused: bool) -> Iterator[list[Any]]:
 
 def _round(layers: Sequence[Any], found: Rounding) -> bool:
     """Round matrices that are packed together; whether they fit."""
-    if any(float(layer.weight.abs().max()) > HALF_MAX for layer in layers):
+    if any(float(layer.weight.detach().abs().max()) > HALF_MAX for layer in layers):
         found.left += len(layers)
         return False
     for layer in layers:

@@ -78,9 +78,9 @@ def _show(voice: Console, result: Quality) -> None:
     ]
     table(voice, ["engine", "perplexity", "same top-1", "largest |Δlogit|", "median |Δlogit|"], rows)
     voice.out(
-        f"{result.scored} tokens of {result.passages} passages; {result.given} more of each are given before, "
-        f"in steps of {result.chunk} rows,\n"
-        "then it goes row by row. A token's |Δlogit| is the largest over the vocabulary."
+        f"{result.scored} tokens were foretold, in {_count(result.passages, 'passage')}: {result.given} more are given "
+        f"before, in steps of {result.chunk} rows,\n"
+        "and then it goes row by row. A token's |Δlogit| is the largest over the vocabulary."
     )
     if result.rounding is not None:
         voice.out(f"float16: {result.rounding.share:.2%} of {result.rounding.numbers:,} weights are not exact in it.")
@@ -88,11 +88,13 @@ def _show(voice: Console, result: Quality) -> None:
         if column.engine != column.name:
             voice.out(f"{column.name}: the engine is {column.engine}")
         for why in column.left[:1]:
-            voice.out(f"{column.name}: {_count(len(column.left))} in float32, such as one of which {why}")
+            many = len(column.left)
+            kept = "1 matrix stays" if many == 1 else f"{many} matrices stay"
+            voice.out(f"{column.name}: {kept} in float32; of the first, {why}")
 
 
-def _count(matrices: int) -> str:
-    return "one matrix stays" if matrices == 1 else f"{matrices} matrices stay"
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}" + "s" * (number != 1)
 
 
 def _json(result: Quality) -> dict[str, Any]:
