@@ -1,4 +1,4 @@
-"""``--compute``: what a user can do wrong with it, and what is said where another engine runs than the one asked for."""
+"""``--compute``: what a user can do wrong with it, and what is said where another engine runs than was asked for."""
 
 from __future__ import annotations
 
@@ -65,5 +65,5 @@ def test_fast_gives_way_and_the_others_do_not(monkeypatch: pytest.MonkeyPatch) -
     with pytest.raises(UsageError, match=r"cannot run the engine 'fast' \(no such products\)"):
         need("fast")
     assert need("exact").name == "exact"
-    monkeypatch.setattr(choice, "choose", lambda asked: Choice("int8 (torch)", "no compiler"))
-    assert need("int8").name == "int8 (torch)"
+    monkeypatch.setattr(choice, "choose", lambda asked: Choice("int8", aside="no compiler"))
+    assert need("int8").aside == "no compiler"

@@ -89,11 +89,13 @@ def engines() -> list[Finding]:
         except SplitlmError as error:
             found.append(Finding(f"engine {name}", "warn", error.what, "Ask for another one with --compute"))
             continue
-        if not chosen.why:
-            found.append(Finding(f"engine {name}", "ok", "it works here"))
+        if chosen.why:
+            text = f"{chosen.name} runs in its place ({chosen.why})"
+            found.append(Finding(f"engine {name}", "warn", text, "It is slower"))
+        elif chosen.aside:
+            found.append(Finding(f"engine {name}", "warn", f"it works, with slower products ({chosen.aside})"))
         else:
-            slower = "generate runs exact instead, which is slower" if chosen.name == "exact" else ""
-            found.append(Finding(f"engine {name}", "warn", f"{chosen.name} runs in its place ({chosen.why})", slower))
+            found.append(Finding(f"engine {name}", "ok", "it works here"))
     return found
 
 
