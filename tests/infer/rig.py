@@ -28,8 +28,8 @@ def claims(name: str) -> Claims:
     return Claims(node=name, version="1", protocol=PROTOCOL)
 
 
-def relays(files: ModelFiles, cut: Cut, node: int) -> list[Relay]:
-    return [Relay(stage, cut.epoch, node) for stage in build_stages(files, cut.held_by(node))]
+def relays(files: ModelFiles, cut: Cut, node: int, compute: str = "exact") -> list[Relay]:
+    return [Relay(stage, cut.epoch, node) for stage in build_stages(files, cut.held_by(node), compute=compute)]
 
 
 @dataclass

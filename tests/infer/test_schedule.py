@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from splitlm.infer.schedule import Schedule, Turn, chunks
+from splitlm.infer.schedule import Schedule, Turn, chunks, share
 
 
 def drain(schedule: Schedule, *, backed_up: bool = False) -> list[Turn]:
@@ -38,6 +38,39 @@ def test_a_session_that_ended_takes_no_turn_and_others_keep_theirs() -> None:
     schedule.forget(1)
     schedule.forget(9)
     assert [turn.session for turn in drain(schedule)] == [2, 3]
+
+
+def test_riders_are_the_oldest_tokens_that_wait_and_no_chunks() -> None:
+    schedule = Schedule()
+    for number, prefill in ((1, False), (2, True), (3, False), (4, False), (5, False)):
+        schedule.ready(number, prefill=prefill)
+    assert schedule.next(backed_up=False) == Turn(1, False)
+    assert schedule.riders(0) == []
+    assert schedule.riders(2) == [Turn(3, False), Turn(4, False)]
+    assert drain(schedule) == [Turn(2, True), Turn(5, False)]
+    assert schedule.riders(3) == []
+
+
+@pytest.mark.parametrize(
+    ("decoding", "segments", "width", "most"),
+    [
+        (8, 1, 32, 8),  # uncut: all
+        (8, 1, 5, 5),
+        (8, 3, 32, 3),  # a group for each segment
+        (9, 3, 32, 3),
+        (7, 3, 32, 3),
+        (6, 3, 32, 2),
+        (2, 3, 32, 1),  # fewer than segments: one each, so that they overlap
+        (4, 2, 32, 2),
+        (99, 2, 32, 32),
+        (8, 3, 1, 1),  # exact
+        (0, 3, 32, 1),
+    ],
+)
+def test_an_equal_part_of_the_sessions_rides_for_each_segment(
+    decoding: int, segments: int, width: int, most: int
+) -> None:
+    assert share(decoding, segments, width) == most
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 7, 8, 100])

@@ -9,6 +9,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from itertools import pairwise
 from typing import cast
 
+import msgspec
 import pytest
 
 from splitlm.core.errors import PeerLostError
@@ -19,28 +20,42 @@ from splitlm.model.runner import Runner
 from splitlm.node.serve import serve
 from splitlm.telemetry.record import Record
 from splitlm.telemetry.record import Step as StepRecord
-from splitlm.wire.frame import Close, Fence, Frame, Hidden
+from splitlm.wire.frame import Buffer, Close, Fence, Frame, Header, Hidden
 from splitlm.wire.pool import BufferPool
 from tests.link.test_channel import OPENED, hidden, pair
 
 
 class Echo:
-    """A relay that passes everything on, on the compute thread."""
+    """A relay that passes everything on, on the compute thread; frames of distinct sessions share a step.
 
-    width = 1
+    Attributes:
+        taken: the sessions of every step of rows.
+    """
 
-    def __init__(self) -> None:
+    def __init__(self, width: int = 1) -> None:
+        self.width = width
+        self.taken: list[list[int]] = []
         self.threads: set[str] = set()
         self.hold = threading.Event()
         self.hold.set()
 
+    def joins(self, frame: Frame, others: Sequence[Frame] = ()) -> bool:
+        assert self.width > 1, "nobody asks where nothing is shared"
+        sessions = [other.header.session for other in others if isinstance(other.header, Hidden)]
+        header = frame.header
+        return isinstance(header, Hidden) and header.session not in sessions and len(sessions) < self.width
+
     def advance_many(self, frames: Sequence[Frame]) -> list[Step]:
-        (frame,) = frames
         assert self.hold.wait(10)
         self.threads.add(threading.current_thread().name)
-        now = time.monotonic_ns()
-        rows = int(isinstance(frame.header, Hidden))
-        return [Step(frame.header, [bytes(view) for view in frame.tensors], now, now, 1, rows=rows)]
+        start = time.monotonic_ns()
+        self.taken.append([frame.header.session for frame in frames if isinstance(frame.header, Hidden)])
+        steps = []
+        for frame in frames:
+            rows = int(isinstance(frame.header, Hidden))
+            tensors = [bytes(view) for view in frame.tensors]
+            steps.append(Step(frame.header, tensors, start, start + 1000, 1, rows=rows, batch=len(frames)))
+        return steps
 
     def weigh(self, step: Step) -> Step:
         return step
@@ -61,11 +76,11 @@ class Records:
 Story = Callable[[StreamChannel, StreamChannel, Echo, Runner, "asyncio.Task[None]"], Awaitable[None]]
 
 
-def run(kind: str, story: Story, pool: BufferPool | None = None) -> list[StepRecord]:
+def run(kind: str, story: Story, pool: BufferPool | None = None, width: int = 1) -> list[StepRecord]:
     records = Records()
 
     async def main() -> None:
-        echo, runner = Echo(), Runner()
+        echo, runner = Echo(width), Runner()
         async with asyncio.timeout(30), pair(kind, "data", pool) as (a, b), pair(kind) as (c, d):
             task = asyncio.create_task(serve(runner, cast(Relay, echo), b, c, Meter(1, records)))
             try:
@@ -175,3 +190,112 @@ def test_the_next_node_s_end_is_noticed_when_it_is_sent_to() -> None:
             await task
 
     run("tcp", story)
+
+
+async def busy(echo: Echo, runner: Runner) -> asyncio.Task[bool]:
+    """The compute thread does something else until ``echo.hold`` is set."""
+    echo.hold.clear()
+    began = threading.Event()
+
+    def wait() -> bool:
+        began.set()
+        return echo.hold.wait(10)
+
+    held = asyncio.ensure_future(runner.run(wait))
+    while not began.is_set():
+        await asyncio.sleep(0.001)
+    return held
+
+
+def row(session: int, size: int = 8) -> Hidden:
+    return msgspec.structs.replace(hidden(size), session=session)
+
+
+@pytest.mark.parametrize("kind", ["memory", "tcp"])
+@pytest.mark.parametrize("width", [1, 3])
+def test_frames_that_are_there_share_steps_and_all_leave_in_their_order(
+    kind: str, width: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sent: list[Header] = [*map(row, (1, 2, 3, 4, 1)), Fence(7), row(2), row(3), Close(3), row(4), row(4), row(5)]
+    shared = [[], [1, 2, 3], [4, 1], [], [2, 3], [], [4], [4, 5]]
+    pool = BufferPool()
+    together: list[int] = []
+    send = StreamChannel.send_together
+
+    def counted(self: StreamChannel, frames: Sequence[tuple[Header, Sequence[Buffer]]]) -> list[int]:
+        sizes = send(self, frames)
+        together.append(len(sizes))
+        return sizes
+
+    monkeypatch.setattr(StreamChannel, "send_together", counted)
+
+    async def story(a: StreamChannel, d: StreamChannel, echo: Echo, runner: Runner, task: asyncio.Task[None]) -> None:
+        await a.send(OPENED)
+        assert (await d.receive()).header == OPENED
+        held = await busy(echo, runner)
+        for header in sent:
+            await a.send(header, [bytes(8)] if isinstance(header, Hidden) else [])
+        await asyncio.sleep(0.05)
+        echo.hold.set()
+        await held
+        for header in sent:
+            frame = await d.receive()
+            assert frame.header == header
+            frame.release()
+        expected = shared if width == 3 else [[], *([s.session] if isinstance(s, Hidden) else [] for s in sent)]
+        assert echo.taken == expected
+        assert not task.done()
+
+    steps = run(kind, story, pool, width)
+    assert [step.batch for step in steps] == ([3, 3, 3, 2, 2, 2, 2, 1, 2, 2] if width == 3 else [1] * 10)
+    assert pool.lent_bytes == 0
+    sizes = {(step.bytes_in, step.bytes_out) for step in steps}
+    assert len(sizes) == 1 and all(came == gone > 8 for came, gone in sizes)
+    assert together == ([3, 2, 2, 2] if (width, kind) == (3, "tcp") else [0] * 4 if width == 3 else [])
+    times = {(step.start_ns, step.send_ms) for step in steps[:3]}
+    assert len(times) == (1 if width == 3 else 3), "one step: its times are those of all"
+
+
+@pytest.mark.parametrize("kind", ["memory", "tcp"])
+def test_what_cannot_leave_at_once_leaves_behind_what_did(kind: str) -> None:
+    """A large frame among those of one step goes by the loop, and so do those after it."""
+    sizes = {1: 10, 2: 3_000_000, 3: 20, 4: 200_000}
+
+    async def story(a: StreamChannel, d: StreamChannel, echo: Echo, runner: Runner, _: asyncio.Task[None]) -> None:
+        await a.send(OPENED)
+        assert (await d.receive()).header == OPENED
+        held = await busy(echo, runner)
+        sending = [asyncio.ensure_future(a.send(row(s, n), [bytes([s]) * n])) for s, n in sizes.items()]
+        await asyncio.sleep(0.05)
+        echo.hold.set()
+        await held
+        for session, size in sizes.items():
+            frame = await d.receive()
+            assert frame.header == row(session, size) and bytes(frame.tensors[0]) == bytes([session]) * size
+            frame.release()
+        await asyncio.gather(*sending)
+
+    steps = run(kind, story, BufferPool(), 8)
+    assert [step.bytes_out // 10 * 10 > size for step, size in zip(steps, sizes.values(), strict=True)] == [True] * 4
+
+
+@pytest.mark.parametrize("kind", ["memory", "tcp"])
+def test_frames_before_the_neighbour_s_end_share_a_step_and_the_end_is_told_after_it(kind: str) -> None:
+    async def story(a: StreamChannel, d: StreamChannel, echo: Echo, runner: Runner, task: asyncio.Task[None]) -> None:
+        await a.send(OPENED)
+        assert (await d.receive()).header == OPENED
+        held = await busy(echo, runner)
+        for session in (1, 2):
+            await a.send(row(session), [bytes(8)])
+        closing = asyncio.create_task(a.close())
+        await asyncio.sleep(0.05)
+        echo.hold.set()
+        await held
+        for session in (1, 2):
+            assert (await d.receive()).header == row(session)
+        with pytest.raises(PeerLostError, match=r"^a at "):
+            await task
+        await closing
+        assert echo.taken == [[], [1, 2]]
+
+    run(kind, story, width=4)

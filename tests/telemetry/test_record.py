@@ -42,9 +42,9 @@ def test_a_step_is_one_json_line_with_its_tag() -> None:
 
 def test_what_a_stage_does_not_know_is_left_out() -> None:
     data = json.loads(msgspec.json.encode(step()))
-    assert not {"tpot_ms", "ttft_ms", "segment"} & data.keys()
-    data = json.loads(msgspec.json.encode(step(tpot_ms=4.5, segment=0)))
-    assert data["tpot_ms"] == 4.5 and data["segment"] == 0
+    assert not {"tpot_ms", "ttft_ms", "segment", "batch"} & data.keys()
+    data = json.loads(msgspec.json.encode(step(tpot_ms=4.5, segment=0, batch=3)))
+    assert data["tpot_ms"] == 4.5 and data["segment"] == 0 and data["batch"] == 3
 
 
 @pytest.mark.parametrize("prefill", [True, False])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import msgspec
 import numpy
 import pytest
 from hypothesis import given
@@ -115,6 +116,23 @@ def test_a_private_ring_has_its_last_hop_to_the_head_and_none_within_it() -> Non
     assert summary.tokens == 2
     node0 = (0 + 0.25 + 1.5 + 0.125) + (2.5 + 0.25 + 1.5 + 0.125)
     assert lap_errors(steps)[0] == pytest.approx(abs(node0 - 6) / 6)
+
+
+def test_a_step_that_sessions_shared_counts_once() -> None:
+    """Two sessions decode three laps in one step each, and one of them a fourth alone."""
+    shared = [
+        msgspec.structs.replace(s, session=session, batch=1 if s.prefill else 2) for session in (1, 2) for s in ring(3)
+    ]
+    alone = [s for s in ring(4) if s.position == 7]
+    stages = summarize(shared + alone).stages
+    plain = summarize(ring(4)).stages
+    for found, true in zip(stages, plain, strict=True):
+        assert found.steps == 7 and true.steps == 4
+        assert (found.compute_ms, found.queue_ms) == pytest.approx((true.compute_ms, true.queue_ms))
+        assert (found.recv_wait_ms, found.send_ms) == pytest.approx((true.recv_wait_ms, true.send_ms))
+        assert found.compute_share == pytest.approx(true.compute_share)
+        assert found.batch == pytest.approx(13 / 7) and true.batch == 1
+        assert found.bytes_out == pytest.approx(true.bytes_out * 7 / 4)
 
 
 def test_the_lap_account_is_exact_when_the_phases_fill_the_lap() -> None:

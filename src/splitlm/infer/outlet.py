@@ -9,6 +9,7 @@ import asyncio
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 
 from splitlm.core.errors import ProtocolError
 from splitlm.infer.relay import Step
@@ -65,18 +66,12 @@ class Outlet:
         Args:
             free: as it was when the thread was given the work.
         """
-        channel, sizes, when_ns = self._channel, [], steps[0].end_ns
-        for step in steps:
-            header = _onward(step)
-            if header is None:
-                sizes.append(0)
-                continue
-            before = channel.bytes_out if channel is not None else 0
-            if channel is None or not free or not channel.send_now(header, step.tensors):
-                break
-            sizes.append(channel.bytes_out - before)
-            when_ns = time.monotonic_ns()
-        return Sent(steps, sizes, when_ns)
+        frames = [(_onward(step), step.tensors) for step in steps]
+        if free and self._channel is not None:
+            sizes = at_once(self._channel, frames)
+        else:
+            sizes = [0 for _ in takewhile(lambda frame: frame[0] is None, frames)]
+        return Sent(steps, sizes, time.monotonic_ns() if any(sizes) else steps[0].end_ns)
 
     def follow(self, done: Sent, laps: Sequence[Lap]) -> None:
         """Let what ``leave`` could not send leave as soon as possible. On the event loop.
@@ -120,6 +115,25 @@ class Outlet:
         await channel.send(header, tensors)
         for lap in laps:
             lap.bytes_out = channel.bytes_out - before
+
+
+def at_once(channel: Channel, frames: Sequence[tuple[Header | None, Sequence[Buffer]]]) -> list[int]:
+    """Send frames from any thread, as far as they can leave now and in this order.
+
+    Returns:
+        Bytes of each, of the first of them: those that follow have to wait. 0 where there is nothing to send.
+    """
+    given = [(header, tensors) for header, tensors in frames if header is not None]
+    if len(given) > 1 and (sent := channel.send_together(given)):
+        each = iter(sent)
+        return [0 if header is None else next(each) for header, _ in frames]
+    sizes = []
+    for header, tensors in frames:
+        before = channel.bytes_out
+        if header is not None and not channel.send_now(header, tensors):
+            break
+        sizes.append(channel.bytes_out - before)
+    return sizes
 
 
 def _onward(step: Step) -> Header | None:

@@ -225,7 +225,7 @@ class Relay:
         try:
             outs = self.stage.forward_many(rows)
         except (MemoryError, RuntimeError) as error:
-            faults = [self._fault(t, error, beside=len(taken) - 1) for t in taken]
+            faults = [self._fault(t, error, len(taken)) for t in taken]
             if None in faults:
                 raise
             return [self._failure(t.header, f, start) for t, f in zip(taken, faults, strict=True) if f is not None]
@@ -261,11 +261,11 @@ class Relay:
             )
         return _Taken(header, opened, inputs, self.stage.segment.head and header.sample)
 
-    def _fault(self, taken: _Taken, error: Exception, beside: int = 0) -> SplitlmError | None:
+    def _fault(self, taken: _Taken, error: Exception, together: int = 1) -> SplitlmError | None:
         """What this session's caller is to be told; None where the error is not this session's own.
 
         Args:
-            beside: how many other sessions it ends too.
+            together: how many sessions it ends.
         """
         header, inputs = taken.header, taken.inputs
         whose, where = f"Session {header.session}", f"node {self.node} ({self.stage.segment})"
@@ -273,7 +273,7 @@ class Relay:
             return ModelError(f"{whose}: {error.what}", where=where, expected=error.expected, remedy=error.remedy)
         end = header.position + (inputs.shape[1] if inputs.dim() > 1 else 1) - 1
         rows = f"position {end}" if end == header.position else f"positions {header.position} to {end}"
-        shared = f", in a step that it shared with {beside} others, which end too" if beside else ""
+        shared = f", in a step of {together} sessions, which ends them all" if together > 1 else ""
         fault = out_of_memory(error, f"{whose}, {rows}{shared}")
         if fault is not None:
             fault.where = where

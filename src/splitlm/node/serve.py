@@ -11,10 +11,11 @@ import asyncio
 import contextlib
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from splitlm.core.errors import NetworkError
 from splitlm.infer.meter import Meter
+from splitlm.infer.outlet import at_once
 from splitlm.infer.relay import Relay, Step
 from splitlm.model.runner import Runner, memory_told
 from splitlm.wire.channel import Channel, DirectReader
@@ -32,7 +33,7 @@ class _Done:
 
     frames: Sequence[Frame]
     steps: Sequence[Step]
-    sizes: list[int] = field(default_factory=list)
+    sizes: list[int]
     sent_ns: int = 0
 
     @property
@@ -61,15 +62,11 @@ async def _serve(runner: Runner, relay: Relay, inbound: Channel, outbound: Chann
 
     def work(frames: Sequence[Frame]) -> _Done:
         """On the compute thread: the steps, their frames sent as far as that is possible from there."""
-        done = _Done(frames, relay.advance_many(frames))
-        for step in done.steps:
-            before = outbound.bytes_out
-            if step.header is not None and not outbound.send_now(step.header, step.tensors):
-                break
-            done.sizes.append(outbound.bytes_out - before)
-        else:
+        steps = relay.advance_many(frames)
+        done = _Done(frames, steps, at_once(outbound, [(step.header, step.tensors) for step in steps]))
+        if not done.left:
             done.sent_ns = time.monotonic_ns()
-        for step in done.steps:
+        for step in steps:
             relay.weigh(step)
         return done
 

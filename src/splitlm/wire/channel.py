@@ -81,6 +81,17 @@ class Channel(Protocol):
         """
         ...
 
+    def send_together(self, frames: Sequence[tuple[Header, Sequence[Buffer]]]) -> list[int]:
+        """``send_now`` for several frames in one write, so that the peer finds them together.
+
+        Returns:
+            Bytes of each; nothing where they have to wait.
+
+        Raises:
+            ProtocolError: as ``send_now``; nothing was sent.
+        """
+        ...
+
     async def receive(self) -> Frame:
         """The next frame; call its ``release`` when its buffers are no longer read.
 
