@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -9,33 +10,34 @@ from typing import Any
 
 import pytest
 
-from splitlm.core import training
+from splitlm.bus.base import PeerGone
+from splitlm.core import messages, training
 from splitlm.core.config import RunConfig
 from splitlm.core.errors import ModelError
 from splitlm.finetune.party import Party
 from splitlm.finetune.plane import Neighbour, Plane
 from splitlm.finetune.recipe import Recipe
 from splitlm.finetune.window import Out
-from splitlm.node import tuning
+from splitlm.node import party, tuning
 from splitlm.node.aggregator import StateHub
 from splitlm.node.shelf import Shelf
 from splitlm.planner.routing import SmoothWRR
 from tests.node.test_training_faults import WORKER, is_
 from tests.node.test_tuning import ROWS, config, model_folder, rows_file
-from tests.node.training_scene import once, play
+from tests.node.training_scene import Who, once, play
 
 
 @pytest.fixture
 def make(tmp_path: Path) -> Callable[..., RunConfig]:
     """Settings of a run of one round over a tiny BERT."""
 
-    def made(workers: int, batch: int = 3, rounds: int = 1, **shape: object) -> RunConfig:
+    def made(workers: int, batch: int = 3, rounds: int = 1, owners: int = 1, **shape: object) -> RunConfig:
         folder, data = model_folder("bert", tmp_path / "model", 0.0), rows_file(tmp_path, "classify")
         settings = {"microbatches-per-window": 3, "timeout-seconds": 30, **shape}
         return config(
             folder,
             data,
-            server={"clients": [1, workers], "global-round": rounds},
+            server={"clients": [owners, workers], "global-round": rounds},
             learning={"batch-size": batch, "body-sync": "window", "u-shape": settings},
         )
 
@@ -137,6 +139,36 @@ def test_a_long_load_save_or_average_is_not_taken_for_a_dead_party(
     monkeypatch.setattr(*of[stage], slow)
     scene = play(make(1, **ONE), tmp_path / "run", monkeypatch)
     assert scene.error is None and scene.repeated() == 0
+
+
+@pytest.mark.parametrize("who", [("owner", 1), WORKER])
+def test_a_computation_that_never_ends_costs_its_party_alone(
+    who: Who, make: Callable[..., RunConfig], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It says from its timer that it is at work for as long as it lives."""
+    forward, release, hung = Party.take_forward, threading.Event(), list[Any]()
+
+    def hangs(self: Party, header: Any, tensors: Any) -> Any:
+        if (self.role, self.number) == who and header.window == 2:
+            hung.append(header)
+            release.wait(50.0)
+        return forward(self, header, tensors)
+
+    def strike(scene: Any, way: str, of: Who, message: Any) -> None:
+        if way == "from" and of == who and isinstance(message, messages.Trouble | PeerGone):
+            release.set()  # that its thread ends, too
+
+    monkeypatch.setattr(Party, "take_forward", hangs)
+    monkeypatch.setattr(party, "HUNG", 3)
+    scene = play(make(2, owners=2, **ONE), tmp_path / "run", monkeypatch, strike, threads=True)
+    assert scene.error is None and len(hung) == 1
+    assert 1 <= scene.repeated() <= 2  # the ends of its links may be heard of before its last word
+    assert [row["party"] for kind, row in scene.rows if kind == "lost"] == [f"{who[0]} 1"]
+    assert {of: error is None for of, error in scene.ends.items()} == {
+        (role, number): (role, number) != who for role in ("owner", "worker") for number in (0, 1)
+    }
+    text = str(scene.ends[who])
+    assert "has not ended in 3 s" in text and f"{who[0]} 1, window 1 of round 0" in text and "timeout-seconds" in text
 
 
 @pytest.mark.parametrize("role", ["owner", "worker"])

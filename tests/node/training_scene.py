@@ -61,6 +61,7 @@ class Scene:
         pace_ms: of its workers.
         folders: of parties that have one of their own, in the order in which they are started.
         data: rows that are all a party's own.
+        threads: whether each party has a compute thread of its own; without dropout, whose generator is the process's.
         error: what it ended with.
         ends: what parties ended with that were not killed, by role and number.
         errors: the same of all parties, also of those that were given no number.
@@ -73,6 +74,7 @@ class Scene:
     pace_ms: float = 0.0
     folders: dict[Who, Path] = field(default_factory=dict)
     data: dict[Who, Path] = field(default_factory=dict)
+    threads: bool = False
     error: SplitlmError | None = None
     ends: dict[Who, SplitlmError | None] = field(default_factory=dict)
     errors: list[SplitlmError] = field(default_factory=list)
@@ -165,7 +167,7 @@ class Scene:
                     dtype=dtype,
                     pace_ms=self.pace_ms if role == "worker" else 0.0,
                 )
-                self._tasks[spoke.peer] = asyncio.create_task(self._party(of, spoke, runner))
+                self._tasks[spoke.peer] = asyncio.create_task(self._party(of, spoke, None if self.threads else runner))
         try:
             self._lead = asyncio.create_task(lead(settings, hub))
             await asyncio.wait({self._lead})
@@ -184,7 +186,7 @@ class Scene:
             runner.close()
             patch.setattr(party_module, "Tuning", inner)
 
-    async def _party(self, settings: PartySettings, spoke: Any, runner: Runner) -> None:
+    async def _party(self, settings: PartySettings, spoke: Any, runner: Runner | None) -> None:
         error: SplitlmError | None = None
         try:
             await run_party(settings, spoke, runner)
@@ -205,9 +207,10 @@ def play(
     pace_ms: float = 0.0,
     folders: dict[Who, Path] | None = None,
     data: dict[Who, Path] | None = None,
+    threads: bool = False,
 ) -> Scene:
     """Run it to its end, whatever that is; nothing hangs, and no task is left."""
-    scene = Scene(strike, folder, pace_ms, folders or {}, data or {})
+    scene = Scene(strike, folder, pace_ms, folders or {}, data or {}, threads)
 
     async def main() -> None:
         async with asyncio.timeout(60):

@@ -6,15 +6,21 @@ are told the class and the place; the party's own log has the whole.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import logging
+import time
 from collections.abc import Callable, Iterator
 from typing import Any, Protocol, TypeVar
 
-from splitlm.core.errors import ModelError, SplitlmError
+from splitlm.core.errors import ModelError, NetworkError, SplitlmError
 from splitlm.model.border import FOREIGN
 from splitlm.model.runner import out_of_memory
 
+HUNG = 10
+"""How many times ``timeout-seconds`` a computation may take before it is taken for one that never ends."""
+LOOKS = 0.05
+"""Part of that time after which is looked again."""
 _log = logging.getLogger("splitlm.train")
 T = TypeVar("T")
 _CAUGHT: tuple[type[Exception], ...] = (MemoryError, *FOREIGN)
@@ -77,6 +83,7 @@ class Compute:
         self.where: Callable[[], str] = lambda: where
         self.jobs = 0
         self._open = 0
+        self._since: float | None = None
 
     @property
     def busy(self) -> bool:
@@ -96,7 +103,31 @@ class Compute:
             self._open -= 1
             self.jobs += 1
 
+    async def watch(self, longest_s: float) -> None:
+        """Wait for a job that does not end: who computes for ever is at work to all others, who wait for it.
+
+        Args:
+            longest_s: how long one job may take, from when the thread begins it.
+
+        Raises:
+            NetworkError: one took longer. Others can do without this party, so it is as one that is lost.
+        """
+        while True:
+            await asyncio.sleep(longest_s * LOOKS)
+            since = self._since
+            if since is not None and time.monotonic() - since > longest_s:
+                raise NetworkError(
+                    f"A computation has not ended in {longest_s:g} s, and is taken for hung",
+                    where=self.where(),
+                    expected=f"the end of a forward, a backward or a step within {HUNG} times timeout-seconds",
+                    remedy="Look at its device, or raise learning.u-shape.timeout-seconds",
+                )
+
     def _worded(self, work: Callable[..., T], args: tuple[Any, ...]) -> T:
         """On the compute thread, before it says in the words of a ring that memory ran out."""
-        with computing("its part", lambda: self.where()):
-            return work(*args)
+        self._since = time.monotonic()
+        try:
+            with computing("its part", lambda: self.where()):
+                return work(*args)
+        finally:
+            self._since = None

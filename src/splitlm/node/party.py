@@ -17,7 +17,7 @@ from splitlm.core.errors import DataMissingError, NetworkError, PeerLostError, P
 from splitlm.core.errors import from_exit_code as reported
 from splitlm.core.groups import first_error
 from splitlm.core.heard import Heard
-from splitlm.finetune.compute import Compute
+from splitlm.finetune.compute import HUNG, Compute
 from splitlm.finetune.crossing import Crossing
 from splitlm.finetune.data import Rows
 from splitlm.finetune.discretion import discreet
@@ -215,8 +215,10 @@ class _Party:
                         averaging.port if averaging is not None else 0,
                     )
                 )
-                work = group.create_task(self._listen(tuning, links, plane, start))
-                await work
+                # From here on others wait for what is computed; a model may be fetched for as long as it takes.
+                watch = group.create_task(self._runner.watch(learning.u_shape.timeout_seconds * HUNG))
+                await group.create_task(self._listen(tuning, links, plane, start))
+                watch.cancel()
                 await self._leave()
         except* SplitlmError as errors:
             raise first_error(errors) from None
