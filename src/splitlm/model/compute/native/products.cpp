@@ -1,14 +1,16 @@
 // Products of weights in 8 bits: x [rows, columns] times weight [outputs, columns] transposed, plus bias.
 //
-// Weights and activations are cut along their columns into blocks of 32; a block of one row is 32 whole numbers of
-// -127 to 127 and a scale. The products of two blocks are added up in 32-bit whole numbers, so exactly; the sums of
-// blocks are scaled and added in float32, always from the first block to the last. So a row of x gives the same bits
-// whatever rows are beside it and however many threads compute.
+// Weights and activations are cut along their columns into blocks of 32; a block of one row is 32 whole numbers and a
+// scale. Weights are -127 to 127; activations, which cost no memory, are 128 times as fine (kFine). The products of two
+// blocks are added up in 32-bit whole numbers, so exactly; the sums of blocks are scaled and added in float32, always
+// from the first block to the last. So a row of x gives the same bits whatever rows are beside it and however many
+// threads compute.
 //
 // A tile is 16 rows of weights. Of each block of a tile, its scales come first, then 8 times the 4 bytes of every row
-// that meet the same 4 activations: what one vector instruction takes. Weights are stored with 128 added, since the
+// that meet the same 4 activations: what one vector instruction takes. Weights are stored with 128 added, since that
 // instruction wants one side unsigned; what that adds to a sum is known from the activations alone, and is taken off
-// where the sum begins ("start"); others take the 128 off again. Rows and columns that fill up tiles and blocks are zeros.
+// where the sum begins ("start"); others take the 128 off again. Rows and columns that fill up tiles and blocks are
+// zeros.
 //
 // Plain C functions, without torch or Python: built in seconds, and for any version of either.
 
@@ -37,6 +39,8 @@ constexpr int kTile = 16;                 // rows of weights in a tile
 constexpr int kStep = 4;                  // columns that one instruction adds up
 constexpr int kSteps = kBlock / kStep;
 constexpr int kZero = 128;                // how a weight of nought is stored
+constexpr int kWeight = 127;              // the largest weight
+constexpr int kFine = 127 * 128;          // the largest activation: a high part of -127 to 127, a low one of -64 to 63
 constexpr float kTiny = 1e-30f;           // a block below it is noughts: its scale could not be inverted
 constexpr int64_t kGrain = 1 << 16;       // multiplications that are worth a thread
 constexpr uint32_t kInfinity = 0x7f800000u;
@@ -47,17 +51,10 @@ struct Weights {  // a block of a tile
 };
 static_assert(sizeof(Weights) == 576, "no holes");
 
-struct Activations {  // a block of a row
-  float scale;
-  int32_t start;
-  int8_t value[kBlock];
-};
-static_assert(sizeof(Activations) == 40, "no holes");
-
 int64_t parts(int64_t whole, int64_t size) { return (whole + size - 1) / size; }
 
-// Rounds a block to whole numbers (ties to even) and returns its scale: NaN where a number in it is not finite.
-float rounded(const float* from, int64_t count, int8_t* to) {
+// Rounds a block to whole numbers up to `top` (ties to even) and returns its scale: NaN where one is not finite.
+float rounded(const float* from, int64_t count, int top, int16_t* to) {
   float x[kBlock] = {};
   std::memcpy(x, from, sizeof(float) * static_cast<size_t>(count));
   uint32_t bits[kBlock];
@@ -70,51 +67,45 @@ float rounded(const float* from, int64_t count, int8_t* to) {
   float largest;
   std::memcpy(&largest, &most, sizeof largest);
   if (most >= kInfinity || largest < kTiny) {
-    std::memset(to, 0, kBlock);
+    std::memset(to, 0, sizeof(int16_t) * kBlock);
     return most >= kInfinity ? std::numeric_limits<float>::quiet_NaN() : 0.0f;
   }
-  const float inverse = 127.0f / largest;
+  const float inverse = static_cast<float>(top) / largest;
   constexpr float shift = 12582912.0f;  // 1.5 * 2^23: adding it leaves no room for a fraction
   constexpr int32_t shifted = 0x4b400000;
   for (int i = 0; i < kBlock; ++i) {
     const float sum = x[i] * inverse + shift;
     int32_t whole;
     std::memcpy(&whole, &sum, sizeof whole);
-    to[i] = static_cast<int8_t>(whole - shifted);
+    to[i] = static_cast<int16_t>(whole - shifted);
   }
-  return largest / 127.0f;
+  return largest / static_cast<float>(top);
 }
 
-inline int32_t four(const int8_t* from) {
-  int32_t bytes;
-  std::memcpy(&bytes, from, sizeof bytes);
-  return bytes;
-}
-
-void quantise(const float* x, int64_t columns, Activations* to) {
-  for (int64_t from = 0; from < columns; from += kBlock, ++to) {
-    to->scale = rounded(x + from, columns - from < kBlock ? columns - from : kBlock, to->value);
-    int32_t sum = 0;
-    for (int i = 0; i < kBlock; ++i) sum += to->value[i];
-    to->start = -kZero * sum;
-  }
-}
-
-// What differs between processors: Dot holds whole sums of kWide rows of weights, Sum the same rows' sums in float32.
-// `add` adds two steps, so 8 columns, of stored weights; `fold` what a block comes to.
+// What differs between processors. Dot holds whole sums of kWide rows of weights, Sum the same rows' sums in float32;
+// `add` adds two steps, so 8 columns, of stored weights; `fold` what a block comes to. Where 8-bit numbers are what is
+// multiplied, activations are in two passes, and a sum of high parts is shifted before the low ones are added.
 #if defined(SPLITLM_AVX512)
 
 constexpr const char* kLevel = "avx512-vnni";
-constexpr int kWide = 16, kRows = 8;
+constexpr int kWide = 16, kRows = 8, kPasses = 2;
+using Value = int8_t;
 using Dot = __m512i;
 using Sum = __m512;
 
 inline Sum nothing() { return _mm512_setzero_ps(); }
 inline Dot begin(int32_t start) { return _mm512_set1_epi32(start); }
+inline Dot shifted(Dot dot) { return _mm512_slli_epi32(dot, 7); }
 
-inline Dot add(Dot dot, const uint8_t* one, const uint8_t* other, const int8_t* eight) {
-  dot = _mm512_dpbusd_epi32(dot, _mm512_loadu_si512(one), _mm512_set1_epi32(four(eight)));
-  return _mm512_dpbusd_epi32(dot, _mm512_loadu_si512(other), _mm512_set1_epi32(four(eight + kStep)));
+inline __m512i again(const Value* four) {
+  int32_t bytes;
+  std::memcpy(&bytes, four, sizeof bytes);
+  return _mm512_set1_epi32(bytes);
+}
+
+inline Dot add(Dot dot, const uint8_t* one, const uint8_t* other, const Value* eight) {
+  dot = _mm512_dpbusd_epi32(dot, _mm512_loadu_si512(one), again(eight));
+  return _mm512_dpbusd_epi32(dot, _mm512_loadu_si512(other), again(eight + kStep));
 }
 
 inline Sum fold(Sum sum, Dot dot, const float* scales, float scale) {
@@ -126,29 +117,38 @@ inline void store(float* to, Sum sum) { _mm512_storeu_ps(to, sum); }
 #elif defined(SPLITLM_AVX2)
 
 constexpr const char* kLevel = "avx2";
-constexpr int kWide = 8, kRows = 4;
-using Dot = __m256i;
+constexpr int kWide = 8, kRows = 4, kPasses = 1;
+using Value = int16_t;
 using Sum = __m256;
+struct Dot {  // of each row of weights 2 sums, of 4 rows each
+  __m256i low, high;
+};
 
 inline Sum nothing() { return _mm256_setzero_ps(); }
-inline Dot begin(int32_t) { return _mm256_setzero_si256(); }
+inline Dot begin(int32_t) { return {_mm256_setzero_si256(), _mm256_setzero_si256()}; }
+inline Dot shifted(Dot dot) { return dot; }
 
-// Sums of two products of signed numbers fit in 16 bits; with unsigned weights of up to 255 they would not.
-inline Dot pairs(const uint8_t* stored, const int8_t* from) {
-  const __m256i w = _mm256_xor_si256(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(stored)),
-                                     _mm256_set1_epi8(static_cast<char>(kZero)));
-  const __m256i x = _mm256_set1_epi32(four(from));
-  return _mm256_maddubs_epi16(_mm256_abs_epi8(x), _mm256_sign_epi8(w, x));
+inline __m256i signed_weights(const uint8_t* stored) {
+  const __m128i bytes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(stored));
+  return _mm256_sub_epi16(_mm256_cvtepu8_epi16(bytes), _mm256_set1_epi16(kZero));
 }
 
-inline Dot add(Dot dot, const uint8_t* one, const uint8_t* other, const int8_t* eight) {
-  const __m256i ones = _mm256_set1_epi16(1);
-  dot = _mm256_add_epi32(dot, _mm256_madd_epi16(pairs(one, eight), ones));
-  return _mm256_add_epi32(dot, _mm256_madd_epi16(pairs(other, eight + kStep), ones));
+inline Dot add(Dot dot, const uint8_t* one, const uint8_t* other, const Value* eight) {
+  int64_t four[2];
+  std::memcpy(four, eight, sizeof four);
+  for (int i = 0; i < 2; ++i) {
+    const uint8_t* const stored = i ? other : one;
+    const __m256i x = _mm256_set1_epi64x(four[i]);
+    dot.low = _mm256_add_epi32(dot.low, _mm256_madd_epi16(signed_weights(stored), x));
+    dot.high = _mm256_add_epi32(dot.high, _mm256_madd_epi16(signed_weights(stored + 16), x));
+  }
+  return dot;
 }
 
 inline Sum fold(Sum sum, Dot dot, const float* scales, float scale) {
-  return _mm256_fmadd_ps(_mm256_cvtepi32_ps(dot), _mm256_mul_ps(_mm256_loadu_ps(scales), _mm256_set1_ps(scale)), sum);
+  const __m256i mixed = _mm256_hadd_epi32(dot.low, dot.high);  // rows 0 1 4 5 2 3 6 7
+  const __m256 whole = _mm256_cvtepi32_ps(_mm256_permute4x64_epi64(mixed, 0xd8));
+  return _mm256_fmadd_ps(whole, _mm256_mul_ps(_mm256_loadu_ps(scales), _mm256_set1_ps(scale)), sum);
 }
 
 inline void store(float* to, Sum sum) { _mm256_storeu_ps(to, sum); }
@@ -156,19 +156,28 @@ inline void store(float* to, Sum sum) { _mm256_storeu_ps(to, sum); }
 #elif defined(SPLITLM_DOTPROD)
 
 constexpr const char* kLevel = "neon-dotprod";
-constexpr int kWide = 4, kRows = 8;
+constexpr int kWide = 4, kRows = 8, kPasses = 2;
+using Value = int8_t;
 using Dot = int32x4_t;
 using Sum = float32x4_t;
 
 inline Sum nothing() { return vdupq_n_f32(0.0f); }
 inline Dot begin(int32_t) { return vdupq_n_s32(0); }
-inline int8x16_t weights(const uint8_t* stored) {
+inline Dot shifted(Dot dot) { return vshlq_n_s32(dot, 7); }
+
+inline int8x16_t again(const Value* four) {
+  int32_t bytes;
+  std::memcpy(&bytes, four, sizeof bytes);
+  return vreinterpretq_s8_s32(vdupq_n_s32(bytes));
+}
+
+inline int8x16_t signed_weights(const uint8_t* stored) {
   return vreinterpretq_s8_u8(veorq_u8(vld1q_u8(stored), vdupq_n_u8(kZero)));
 }
 
-inline Dot add(Dot dot, const uint8_t* one, const uint8_t* other, const int8_t* eight) {
-  dot = vdotq_s32(dot, weights(one), vreinterpretq_s8_s32(vdupq_n_s32(four(eight))));
-  return vdotq_s32(dot, weights(other), vreinterpretq_s8_s32(vdupq_n_s32(four(eight + kStep))));
+inline Dot add(Dot dot, const uint8_t* one, const uint8_t* other, const Value* eight) {
+  dot = vdotq_s32(dot, signed_weights(one), again(eight));
+  return vdotq_s32(dot, signed_weights(other), again(eight + kStep));
 }
 
 inline Sum fold(Sum sum, Dot dot, const float* scales, float scale) {
@@ -181,26 +190,28 @@ inline void store(float* to, Sum sum) { vst1q_f32(to, sum); }
 
 // Vectors of the compiler's own, which it makes of what the processor has.
 constexpr const char* kLevel = "plain";
-constexpr int kWide = 4, kRows = 4;
-typedef int32_t Dot __attribute__((vector_size(64)));  // of each row of weights, 4 sums
+constexpr int kWide = 4, kRows = 4, kPasses = 1;
+using Value = int16_t;
+typedef int32_t Dot __attribute__((vector_size(64)));  // of each row of weights 4 sums
 typedef float Sum __attribute__((vector_size(16)));
-typedef int16_t Shorts __attribute__((vector_size(32)));
 
 inline Sum nothing() { return Sum{}; }
 inline Dot begin(int32_t) { return Dot{}; }
+inline Dot shifted(Dot dot) { return dot; }
 
-// Sums of two products of signed numbers fit in 16 bits.
-inline Shorts products(const uint8_t* stored, const int8_t* from) {
+inline Dot products(const uint8_t* stored, const Value* four) {
   typedef uint8_t Bytes __attribute__((vector_size(16)));
+  typedef int16_t Shorts __attribute__((vector_size(32)));
   Bytes bytes;
   std::memcpy(&bytes, stored, sizeof bytes);
-  const int16_t a = from[0], b = from[1], c = from[2], d = from[3];
+  const Value a = four[0], b = four[1], c = four[2], d = four[3];
   const Shorts x = {a, b, c, d, a, b, c, d, a, b, c, d, a, b, c, d};
-  return (__builtin_convertvector(bytes, Shorts) - static_cast<int16_t>(kZero)) * x;
+  const Shorts w = __builtin_convertvector(bytes, Shorts) - static_cast<int16_t>(kZero);
+  return __builtin_convertvector(w, Dot) * __builtin_convertvector(x, Dot);
 }
 
-inline Dot add(Dot dot, const uint8_t* one, const uint8_t* other, const int8_t* eight) {
-  return dot + __builtin_convertvector(products(one, eight) + products(other, eight + kStep), Dot);
+inline Dot add(Dot dot, const uint8_t* one, const uint8_t* other, const Value* eight) {
+  return dot + products(one, eight) + products(other, eight + kStep);
 }
 
 inline Sum fold(Sum sum, Dot dot, const float* scales, float scale) {
@@ -215,6 +226,28 @@ inline void store(float* to, Sum sum) { std::memcpy(to, &sum, sizeof sum); }
 
 #endif
 
+struct Activations {  // a block of a row
+  float scale;
+  int32_t start;  // what adding 128 to each weight adds, taken off; divided by 128, since it is shifted
+  Value value[kPasses][kBlock];
+};
+static_assert(sizeof(Activations) == 72, "no holes");
+
+void quantise(const float* x, int64_t columns, Activations* to) {
+  for (int64_t from = 0; from < columns; from += kBlock, ++to) {
+    int16_t whole[kBlock];
+    to->scale = rounded(x + from, columns - from < kBlock ? columns - from : kBlock, kFine, whole);
+    int32_t sum = 0;
+    for (int i = 0; i < kBlock; ++i) {
+      sum += whole[i];
+      const int high = kPasses == 2 ? (whole[i] + 64) >> 7 : whole[i];
+      to->value[0][i] = static_cast<Value>(high);
+      if (kPasses == 2) to->value[kPasses - 1][i] = static_cast<Value>(whole[i] - high * 128);
+    }
+    to->start = -sum;
+  }
+}
+
 // One tile of weights times R rows: R * kTile sums. What is done for a row does not depend on R.
 template <int R>
 void tile(const Weights* weights, const Activations* x, int64_t blocks, float* sums) {
@@ -225,9 +258,12 @@ void tile(const Weights* weights, const Activations* x, int64_t blocks, float* s
       const Weights& w = weights[b];
       Dot dot[R];
       for (int r = 0; r < R; ++r) dot[r] = begin(x[r * blocks + b].start);
-      for (int s = 0; s < kSteps; s += 2)
-        for (int r = 0; r < R; ++r)
-          dot[r] = add(dot[r], w.value[s][first], w.value[s + 1][first], x[r * blocks + b].value + s * kStep);
+      for (int pass = 0; pass < kPasses; ++pass) {
+        for (int r = 0; r < R; ++r) dot[r] = pass ? shifted(dot[r]) : dot[r];
+        for (int s = 0; s < kSteps; s += 2)
+          for (int r = 0; r < R; ++r)
+            dot[r] = add(dot[r], w.value[s][first], w.value[s + 1][first], x[r * blocks + b].value[pass] + s * kStep);
+      }
       for (int r = 0; r < R; ++r) sum[r] = fold(sum[r], dot[r], w.scale + first, x[r * blocks + b].scale);
     }
     for (int r = 0; r < R; ++r) store(sums + r * kTile + first, sum[r]);
@@ -249,7 +285,7 @@ void some_rows(const Job& job, int64_t t, int64_t row) {
   const int64_t first = t * kTile, left = job.outputs - first, count = left < kTile ? left : kTile;
   for (int r = 0; r < R; ++r) {
     float* to = job.out + (row + r) * job.outputs + first;
-    for (int64_t o = 0; o < count; ++o) to[o] = job.bias ? sums[r * kTile + o] + job.bias[first + o] : sums[r * kTile + o];
+    for (int64_t o = 0; o < count; ++o) to[o] = sums[r * kTile + o] + (job.bias ? job.bias[first + o] : 0.0f);
   }
 }
 
@@ -281,7 +317,7 @@ SPLITLM_EXPORT int64_t splitlm_bytes(int64_t outputs, int64_t columns) {
   return parts(outputs, kTile) * parts(columns, kBlock) * static_cast<int64_t>(sizeof(Weights));
 }
 
-// Packs a matrix [outputs, columns], stored row by row. A part that begins at a multiple of 16 rows may be packed alone.
+// Packs a matrix [outputs, columns], stored row by row. A part from a multiple of 16 rows on may be packed alone.
 SPLITLM_EXPORT void splitlm_pack(const float* matrix, int64_t outputs, int64_t columns, void* packed) {
   const int64_t blocks = parts(columns, kBlock);
   for (int64_t t = 0; t < parts(outputs, kTile); ++t) {
@@ -289,10 +325,11 @@ SPLITLM_EXPORT void splitlm_pack(const float* matrix, int64_t outputs, int64_t c
       Weights& to = static_cast<Weights*>(packed)[t * blocks + b];
       const int64_t left = columns - b * kBlock;
       for (int o = 0; o < kTile; ++o) {
-        int8_t whole[kBlock] = {};
+        int16_t whole[kBlock] = {};
         const int64_t row = t * kTile + o;
         to.scale[o] = 0.0f;
-        if (row < outputs) to.scale[o] = rounded(matrix + row * columns + b * kBlock, left < kBlock ? left : kBlock, whole);
+        const float* const from = matrix + row * columns + b * kBlock;
+        if (row < outputs) to.scale[o] = rounded(from, left < kBlock ? left : kBlock, kWeight, whole);
         for (int i = 0; i < kBlock; ++i) to.value[i / kStep][o][i % kStep] = static_cast<uint8_t>(whole[i] + kZero);
       }
     }
