@@ -10,15 +10,20 @@ from pathlib import Path
 import pytest
 
 from splitlm.core.errors import NetworkError, PeerLostError
+from splitlm.node import join
 from tests.faults.scene import (
+    HOST,
     PROMPT,
     SOON_S,
+    ThreadStage,
     Wounded,
     alive,
     children,
     command,
+    free_ports,
     nothing_left,
     paragraph,
+    settings,
     until,
 )
 
@@ -163,3 +168,20 @@ def test_the_heads_stages_go_when_it_is_killed(point: str, stories: Path) -> Non
         process.communicate()
         for pid in filter(alive, pids):
             os.kill(pid, signal.SIGKILL)
+
+
+def test_stages_of_a_killed_head_do_not_wait_for_its_word(stories: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All of its lines end at once, and which is seen first is chance."""
+    monkeypatch.setattr(join, "GRACE_S", 600.0)
+    (port,) = free_ports(1)
+    words = ("--prompt", PROMPT, "--stages", "3", "-n", "500", "--no-trace", "--listen", f"{HOST}:{port}")
+    process = command("generate", str(stories), *words)
+    try:
+        stages = [ThreadStage(settings(port, token="")) for _ in range(2)]
+        assert process.stdout is not None
+        process.stdout.read(1)
+        process.kill()
+        assert [type(stage.join()) for stage in stages] == [PeerLostError] * 2
+    finally:
+        process.kill()
+        process.communicate()

@@ -107,6 +107,7 @@ class _Member:
         self._built: Built | None = None
         self._links: list[Channel | Listener] = []
         self._stopped = asyncio.Event()
+        self._heard_out = asyncio.Event()
         self._loader = Runner(background=True)
         self._follower: Follower | None = None
         self._moves: StageWork | None = None
@@ -153,6 +154,7 @@ class _Member:
             try:
                 message = await self._spoke.receive()
             except PeerLostError as error:
+                self._heard_out.set()
                 raise self._standing(error) from None
             match message:
                 case Assign() as assign if not self._assign.done():
@@ -161,6 +163,7 @@ class _Member:
                     self._connect.set_result(connect)
                 case Stop():
                     self._stopped.set()
+                    self._heard_out.set()
                     work.cancel()
                     return
                 case Announce() | Prepare() | Commit() | Abort() | Finish() as word if self._follower is not None:
@@ -208,8 +211,10 @@ class _Member:
                 group.create_task(self._follower.run())
                 group.create_task(serve(self._runner, built.relays[0], links.inbound, links.outbound, self._meter))
         except* PeerLostError as errors:
+            # For the head's word on it. A killed head ends all lines at once, and then there is none to wait for: the
+            # cancellation that tells of it may be lost on a group that is ending already.
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._stopped.wait(), GRACE_S)
+                await asyncio.wait_for(self._heard_out.wait(), GRACE_S)
             raise self._standing(first_error(errors)) from None
         finally:
             await asyncio.gather(*(link.close() for link in self._links))
