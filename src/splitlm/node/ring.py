@@ -186,8 +186,8 @@ class RingHost:
             lead = self._lead(self._head, self._meter, built, mover, self._members, plan)
             for part in lead.parts:
                 group.create_task(self._patiently(part))
-        for node, note in self._notes(built):
-            self.say(f"node {node} {note}")
+        for line in self._engines(built):
+            self.say(line)
         self.say("ready")
         self.started.set_result(self._head)
         await self._patiently(self._head.run())
@@ -203,12 +203,16 @@ class RingHost:
                 found[member.node] = member.loaded.compute
         return [found[node] for node in sorted(found)]
 
-    def _notes(self, built: Built) -> list[tuple[int, str]]:
-        """What the user is to know of the nodes' engines."""
-        notes = [(0, built.note)]
+    def _engines(self, built: Built) -> list[str]:
+        """What runs on the nodes where that is not transformers alone, and what the user is to know of it."""
+        told = {0: (built.meta.compute, built.note)}
         if self._members is not None:
-            notes += [(m.node, m.loaded.note) for m in self._members.placed if m.loaded is not None]
-        return [(node, note) for node, note in notes if note]
+            told |= {m.node: (m.loaded.compute, m.loaded.note) for m in self._members.placed if m.loaded is not None}
+        names = [name for _, (name, _) in sorted(told.items())]
+        lines = [f"node {node} {note}" for node, (_, note) in sorted(told.items()) if note]
+        if set(names) == {"exact"}:
+            return lines
+        return [*lines, f"engine: {names[0]}" if len(set(names)) == 1 else f"engines: {' → '.join(names)}"]
 
     def _lead(self, head: Head, meter: Meter, built: Built, mover: Mover, members: Members, plan: Plan) -> Lead:
         settings = self.settings
