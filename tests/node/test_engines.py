@@ -10,7 +10,7 @@ import pytest
 from splitlm.core.errors import UsageError
 from splitlm.local import Ring
 from splitlm.model.compute import choice
-from splitlm.model.compute.products import HALF_MAX, KINDS, Kind
+from splitlm.model.compute.products import HALF_MAX, KINDS, Kind, Trial
 from splitlm.telemetry.record import StageMeta
 from splitlm.telemetry.sinks import read_trace
 from tests.model.made import edit_tensors
@@ -44,7 +44,7 @@ def test_each_node_runs_the_engine_it_was_asked_to(tiny: Callable[[str], Path], 
 def test_where_fast_does_not_work_exact_runs_and_says_why(
     tiny: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Kind, "missing", lambda self: "no such instruction")
+    monkeypatch.setattr(Kind, "trial", lambda self: Trial(None, "no such instruction"))
     lines, _ = said(tiny("llama"), stages=1, compute="fast")
     assert "node 0 runs exact, since it was asked to run fast (no such instruction)" in lines
     with pytest.raises(UsageError, match=r"cannot run the engine 'int8' \(no such instruction\)"):
