@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 import os
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -12,6 +14,7 @@ import pytest
 
 if TYPE_CHECKING:
     from tests.bus.server import Broker
+    from tests.forks import Mother
 
 # Before torch is imported, and inherited by every process a test starts.
 for _name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
@@ -79,6 +82,37 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
         return built[family]
 
     return get
+
+
+@pytest.fixture(scope="session")
+def _mother() -> Iterator[Mother | None]:
+    """Whom the processes of ``forks`` are forked from; None where they are not."""
+    from tests.forks import SPAWN, mother
+
+    if SPAWN or sys.platform != "linux":
+        yield None
+        return
+    with mother() as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def forks(_mother: Mother | None) -> Iterator[None]:
+    """Processes that tests of this module start begin where the imports of torch and transformers end."""
+    from tests.forks import popen
+
+    with pytest.MonkeyPatch.context() as patch:
+        if _mother is not None:
+            patch.setattr(subprocess, "Popen", popen(_mother))
+        yield
+
+
+@pytest.fixture
+def interpreters(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For one test of a module with ``forks``: its processes begin with Python, and take as long as that takes."""
+    from tests.forks import REAL
+
+    monkeypatch.setattr(subprocess, "Popen", REAL)
 
 
 @pytest.fixture(scope="session")

@@ -17,6 +17,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from unittest import mock
 
+from tests.forks import told
+
 ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -117,12 +119,11 @@ def left(mark: str) -> list[int]:
     """Processes that were started with this mark, by their parents or by us, and still run."""
     wanted = f"SPLITLM_TEST_MARK={mark}".encode()
     found = []
-    for entry in Path("/proc").iterdir():
-        if not entry.name.isdigit() or int(entry.name) == os.getpid():
-            continue
+    for pid in (int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit()):
         with contextlib.suppress(OSError):
-            if wanted in (entry / "environ").read_bytes().split(b"\0"):
-                found.append(int(entry.name))
+            born = wanted in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+            if pid != os.getpid() and (born or told(pid).get("env", {}).get("SPLITLM_TEST_MARK") == mark):
+                found.append(pid)
     return found
 
 

@@ -20,6 +20,7 @@ from splitlm.core.errors import SplitlmError
 from splitlm.model.source import resolve
 from splitlm.node.join import run_stage
 from splitlm.node.settings import Place, StageSettings
+from tests.forks import is_mother
 
 PROMPT = "Once upon a time"
 HOST = "127.0.0.1"
@@ -28,12 +29,12 @@ SOON_S = 15.0
 
 
 def children(pid: int | None = None) -> set[int]:
-    """Direct children of a process, zombies too."""
+    """Direct children of a process, zombies too; not the one that its children are forked from (tests/forks.py)."""
     found: set[int] = set()
     for task in Path(f"/proc/{pid or os.getpid()}/task").glob("*/children"):
         with contextlib.suppress(OSError):
             found |= set(map(int, task.read_text().split()))
-    return found
+    return {pid for pid in found if not is_mother(pid)}
 
 
 def alive(pid: int) -> bool:

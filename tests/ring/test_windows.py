@@ -27,7 +27,7 @@ from splitlm.telemetry.record import Migration, Window
 from splitlm.telemetry.sinks import read_trace
 from tests.faults.scene import PROMPT, SOON_S, alive, children, nothing_left, until
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = [pytest.mark.timeout(120), pytest.mark.usefixtures("forks")]
 CUTS = (2, 3)
 STORY = {"max_new_tokens": 200, "ignore_eos": True, "logits": True}
 
