@@ -14,6 +14,7 @@ import splitlm
 from splitlm.core.errors import UsageError
 from splitlm.finetune.objective import Objective, default_objectives
 
+pytestmark = pytest.mark.usefixtures("forks")
 CONFIGS = Path(__file__).resolve().parents[1] / "configs"
 SMALL = [
     "server.clients=[1,1]",

@@ -22,7 +22,9 @@ from splitlm.bench.ring import COMPARISONS
 from splitlm.core.errors import SplitlmError, UsageError
 from splitlm.model import toy
 from splitlm.telemetry.record import Migration
+from tests.faults.scene import children
 
+pytestmark = pytest.mark.usefixtures("forks")
 SHORT = 10
 """Tokens of a window of simulated devices, whose every token takes what they are told."""
 
@@ -170,10 +172,9 @@ def test_an_arm_ends_with_its_input() -> None:
     with Arm("echo").ready() as arm:
         took = arm.run(size=100, count=5)
         assert 0 < took["ms"] <= took["p90"] < 1000
-        children = Path(f"/proc/{arm.pid}/task/{arm.pid}/children").read_text().split()
-        assert len(children) == 1
+        (server,) = children(arm.pid)
     with pytest.raises(ProcessLookupError):
-        os.kill(int(children[0]), 0)
+        os.kill(server, 0)
 
 
 def test_an_arm_imports_nothing_of_the_directory_it_runs_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,7 @@ from tests.bus.server import Broker, free_port
 from tests.faults.scene import command, paragraph, until
 from tests.node.test_tuning import ROWS, model_folder, rows_file
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(200)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(200), pytest.mark.usefixtures("forks")]
 LONG_S = 90.0
 
 

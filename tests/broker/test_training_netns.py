@@ -18,7 +18,7 @@ from tests.link.certificates import folders
 from tests.machines import Machines, two_machines
 from tests.node.test_tuning import model_folder, rows_file
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(280)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(280), pytest.mark.usefixtures("forks")]
 PASSWORD = "a-password-of-ours"
 LONG_S = 150.0
 """For seven processes that import torch, on a busy machine."""

@@ -15,6 +15,7 @@ from splitlm.check import equivalence as room
 from splitlm.check.compare import Comparison
 from splitlm.cli.main import run
 
+pytestmark = pytest.mark.usefixtures("forks")
 PROMPT = "A fox"
 
 

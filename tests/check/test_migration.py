@@ -13,6 +13,8 @@ from splitlm.cli.main import run
 from splitlm.migrate.arrivals import Arrivals
 from splitlm.model.cache import BlockKV
 
+pytestmark = pytest.mark.usefixtures("forks")
+
 
 def check(model: Path, *arguments: str) -> int:
     return run(["check", "migration", str(model), "--no-trace", "--tokens", "8", "--shift-at", "3", *arguments])

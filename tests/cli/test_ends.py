@@ -19,6 +19,7 @@ import pytest
 
 from .command import ROOT, Done, Process, all_gone, is_free, left, start
 
+pytestmark = pytest.mark.usefixtures("forks")
 WITHIN_S = 60
 """An interrupted ring is gone in one to three seconds; a loaded machine takes longer."""
 LONG = ("--prompt", "Once", "-n", "500", "--ignore-eos")
@@ -42,6 +43,7 @@ def stopped(process: Process, mark: str) -> Done:
     return done
 
 
+@pytest.mark.usefixtures("interpreters")
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=["INT", "TERM"])
 def test_while_libraries_are_imported(number: signal.Signals, stories: Path, mark: str) -> None:
     with start("generate", stories, "--no-trace", *LONG, mark=mark) as process:
@@ -50,6 +52,7 @@ def test_while_libraries_are_imported(number: signal.Signals, stories: Path, mar
         stopped(process, mark)
 
 
+@pytest.mark.usefixtures("interpreters")
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=["INT", "TERM"])
 def test_while_stages_load(number: signal.Signals, stories: Path, mark: str, tmp_path: Path) -> None:
     """Its stages are importing; what they have written so far is kept."""
@@ -183,6 +186,7 @@ def test_the_stages_of_a_ring_need_its_token(stories: Path, mark: str) -> None:
         assert process.wait(WITHIN_S).code == 130
 
 
+@pytest.mark.usefixtures("interpreters")
 @pytest.mark.parametrize("colour", [True, False])
 def test_a_terminal_gets_a_spinner_that_leaves_lines(colour: bool, stories: Path) -> None:
     """Each thing awaited is a line in the end; NO_COLOR takes the colours, not the spinner."""

@@ -25,6 +25,7 @@ from splitlm.telemetry.sinks import read_trace
 
 from .command import ROOT, run
 
+pytestmark = pytest.mark.usefixtures("forks")
 BEGIN = " upon a time, there was a little girl"
 
 

@@ -15,6 +15,7 @@ import yaml
 
 from .command import ROOT, Done, all_gone, left, run, start
 
+pytestmark = pytest.mark.usefixtures("forks")
 CONFIGS = ROOT / "configs"
 ROUNDS = 12
 """Of each demo."""
@@ -276,7 +277,9 @@ def test_what_gives_tokens_away_is_said_before_the_run(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("at", ["starting", "is here", "parameters", "round 1 of"])
-def test_ctrl_c_at_any_time_leaves_nothing(at: str, tmp_path: Path) -> None:
+def test_ctrl_c_at_any_time_leaves_nothing(at: str, tmp_path: Path, request: pytest.FixtureRequest) -> None:
+    if at == "starting":
+        request.getfixturevalue("interpreters")  # it imports torch
     mark = f"ctrl-c {at}"
     options = ["--folder", tmp_path / "run", "--set", "server.global-round=500"]
     with start("train", CONFIGS / "demo-ushape.yaml", "--local", *options, mark=mark) as process:

@@ -18,7 +18,15 @@ from tests.faults.scene import PROMPT, Wounded, alive, nothing_left
 
 PROMPTS = [PROMPT, "The dog", "A girl named Lily", "One day"]
 NEW = 200
-pytestmark = pytest.mark.timeout(90)
+pytestmark = [pytest.mark.timeout(90), pytest.mark.usefixtures("forks")]
+
+
+@pytest.fixture(scope="module")
+def opening_s(stories: Path) -> float:
+    """What a ring takes to open, so that it can be struck meanwhile on any machine."""
+    begun = time.monotonic()
+    with Wounded(stories):
+        return time.monotonic() - begun
 
 
 @pytest.fixture(scope="module")
@@ -28,11 +36,11 @@ def expected(stories: Path) -> list[str]:
 
 
 @pytest.mark.parametrize("seed", [0, 2, 3, 7, 13, 17])  # each kind of strike, while it opens and while it runs
-def test_whatever_happens_nothing_is_left(seed: int, stories: Path, expected: list[str]) -> None:
+def test_whatever_happens_nothing_is_left(seed: int, stories: Path, expected: list[str], opening_s: float) -> None:
     chance = random.Random(seed)
     what = chance.choice(["kill", "stop", "close", "kill both", "terminate"])
     opening = chance.random() < 0.3
-    after = chance.uniform(0.2, 5.0) if opening else chance.uniform(0.0, 0.6)
+    after = chance.uniform(0.0, opening_s) if opening else chance.uniform(0.0, 0.6)
     victim = chance.randrange(2)
     errors: list[str] = []
 

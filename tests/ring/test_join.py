@@ -11,7 +11,7 @@ import pytest
 from splitlm import Ring
 from tests.faults.scene import HOST, PROMPT, command, free_ports, paragraph
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(150)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(150), pytest.mark.usefixtures("forks")]
 NEW = "40"
 
 

@@ -13,7 +13,7 @@ from splitlm import Ring
 from tests.faults.scene import PROMPT, paragraph
 from tests.machines import Machines, two_machines
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(150)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(150), pytest.mark.usefixtures("forks")]
 SILENCE_S = 3
 
 

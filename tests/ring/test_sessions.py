@@ -27,6 +27,7 @@ from tests.infer.rig import ring as memory_ring
 from tests.parity.chain import long_prompt
 from tests.tiny import CONTEXT, HIDDEN, VOCAB
 
+pytestmark = pytest.mark.usefixtures("forks")
 PACE_MS = 10.0
 THREADS = 2
 """Other than the one that the environment of all tests says, so that it must have been told to the stages."""

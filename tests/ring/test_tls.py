@@ -11,7 +11,7 @@ from splitlm.cli.certs import make
 from tests.faults.scene import HOST, PROMPT, command, free_ports, paragraph
 from tests.link.certificates import HOSTS
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(150)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(150), pytest.mark.usefixtures("forks")]
 NEW = 40
 
 
