@@ -152,6 +152,11 @@ def test_speeds_count_once_everyone_has_one() -> None:
     assert speeds.weights() == pytest.approx({"a": 120, "b": 60})
     speeds.report("b", 10)
     assert speeds.weights() == pytest.approx({"a": 120, "b": 50})
+    speeds.new_round()
+    assert speeds.weights() == {"a": 3, "b": 1}
+    speeds.report("a", 7)
+    speeds.report("b", 7)
+    assert speeds.weights() == pytest.approx({"a": 7, "b": 7})  # nothing of the last round is left in it
 
 
 def test_a_slow_worker_keeps_a_twentieth() -> None:

@@ -187,8 +187,8 @@ class Tuning:
         if self._recipe.config.optimizer.reset_each_round and number:
             await self._runner.run(party.reset)
         if self._speeds is not None:
-            # Turns begin anew, since a run that is gone on with begins here too; what was measured is kept.
-            self._turns = SmoothWRR(self._speeds.weights())
+            self._speeds.new_round()
+            self._turns = SmoothWRR(self._weights)  # a run that is gone on with begins here too
         if self._data is not None:
             self._batches = await self._runner.run(self._data.round, number)
             self._validation = Validation(await self._runner.run(self._data.validation) if word.validate else ())

@@ -157,9 +157,6 @@ class Credits(Generic[W]):
 class Speeds(Generic[W]):
     """Weights from what workers measured, in padded tokens per second of body forward and backward.
 
-    What was measured holds for as long as the object lives, across the rounds of a run: with the manual weights back at
-    each of them, its first window took as long as its slowest worker.
-
     Args:
         manual: ``--compute-weight`` of each worker.
 
@@ -203,6 +200,10 @@ class Speeds(Generic[W]):
             raise RuntimeError(f"worker {worker!r} is the last one")
         self._manual.pop(worker, None)
         self._speeds.pop(worker, None)
+
+    def new_round(self) -> None:
+        """Back to the manual weights, until everyone has measured again."""
+        self._speeds.clear()
 
 
 def _checked(weights: Mapping[W, float]) -> dict[W, float]:
