@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -102,3 +103,16 @@ def build_node(files: ModelFiles, cut: Cut, node: int, name: str, settings: Buil
         versions=versions(),
     )
     return Built(stages, [Relay(stage, cut.epoch) for stage in stages], meta)
+
+
+def engines_in_words(told: Mapping[int, tuple[str, str]]) -> list[str]:
+    """What the user is to know of a ring's engines; nothing where transformers alone runs, as asked.
+
+    Args:
+        told: of each node, its engine, and what it has to say of it.
+    """
+    names = [name for _, (name, _) in sorted(told.items())]
+    lines = [f"node {node} {note}" for node, (_, note) in sorted(told.items()) if note]
+    if set(names) == {"exact"}:
+        return lines
+    return [*lines, f"engine: {names[0]}" if len(set(names)) == 1 else f"engines: {' → '.join(names)}"]

@@ -238,6 +238,11 @@ class Members:
                 ),
             )
 
+    @property
+    def engines(self) -> dict[int, tuple[str, str]]:
+        """Of each node that has loaded, its engine and what it has to say of it."""
+        return {m.node: (m.loaded.compute, m.loaded.note) for m in self.placed if m.loaded is not None}
+
     async def all_loaded(self) -> None:
         """Wait until every stage has built its blocks and listens. No deadline: disks differ, and death is seen."""
         await self._until(

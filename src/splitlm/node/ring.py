@@ -26,7 +26,7 @@ from splitlm.migrate.mover import Mover
 from splitlm.model.load import ModelFiles
 from splitlm.model.payload import dtype_name
 from splitlm.model.runner import Runner
-from splitlm.node.build import BuildSettings, Built, build_node
+from splitlm.node.build import BuildSettings, Built, build_node, engines_in_words
 from splitlm.node.identity import claims_for, node_name, process_of, stranger
 from splitlm.node.lead import Lead, plan_of
 from splitlm.node.links import link_head
@@ -186,7 +186,8 @@ class RingHost:
             lead = self._lead(self._head, self._meter, built, mover, self._members, plan)
             for part in lead.parts:
                 group.create_task(self._patiently(part))
-        for line in self._engines(built):
+        others = self._members.engines if self._members is not None else {}
+        for line in engines_in_words({0: (built.meta.compute, built.note), **others}):
             self.say(line)
         self.say("ready")
         self.started.set_result(self._head)
@@ -202,17 +203,6 @@ class RingHost:
             if member.loaded is not None:
                 found[member.node] = member.loaded.compute
         return [found[node] for node in sorted(found)]
-
-    def _engines(self, built: Built) -> list[str]:
-        """What runs on the nodes where that is not transformers alone, and what the user is to know of it."""
-        told = {0: (built.meta.compute, built.note)}
-        if self._members is not None:
-            told |= {m.node: (m.loaded.compute, m.loaded.note) for m in self._members.placed if m.loaded is not None}
-        names = [name for _, (name, _) in sorted(told.items())]
-        lines = [f"node {node} {note}" for node, (_, note) in sorted(told.items()) if note]
-        if set(names) == {"exact"}:
-            return lines
-        return [*lines, f"engine: {names[0]}" if len(set(names)) == 1 else f"engines: {' → '.join(names)}"]
 
     def _lead(self, head: Head, meter: Meter, built: Built, mover: Mover, members: Members, plan: Plan) -> Lead:
         settings = self.settings
