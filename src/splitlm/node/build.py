@@ -8,12 +8,14 @@ from dataclasses import dataclass
 import torch
 
 from splitlm.core.cut import Cut
+from splitlm.infer.meter import Meter
 from splitlm.infer.relay import Relay
 from splitlm.model.compute.choice import choose
 from splitlm.model.compute.paced import PacedEngine
 from splitlm.model.compute.products import products
 from splitlm.model.load import Loader, ModelFiles
 from splitlm.model.stage import Stage, build_stages, resident_bytes
+from splitlm.node.settings import StageReport
 from splitlm.telemetry.folder import versions
 from splitlm.telemetry.memory import peak_rss_bytes
 from splitlm.telemetry.record import StageMeta
@@ -56,6 +58,20 @@ class Built:
     def resident_bytes(self) -> int:
         """Bytes of weights held."""
         return self.meta.resident_bytes
+
+    def report(self, meter: Meter) -> StageReport:
+        """What the head's own node held and did."""
+        meta, sums = self.meta, meter.decode
+        return StageReport(
+            node=meta.node,
+            segments=meta.segments,
+            resident_bytes=meta.resident_bytes,
+            peak_rss_bytes=peak_rss_bytes(),
+            import_rss_bytes=int(meta.import_rss_mb * MIB),
+            compute_ms=sums.compute_ms,
+            wait_ms=sums.recv_wait_ms,
+            send_ms=sums.send_ms,
+        )
 
 
 def build_node(files: ModelFiles, cut: Cut, node: int, name: str, settings: BuildSettings) -> Built:

@@ -34,7 +34,6 @@ from splitlm.node.members import Members
 from splitlm.node.processes import StageProcess, end_all
 from splitlm.node.settings import RingSettings, StageReport, choose_cut, silence
 from splitlm.node.window import Boundary, Plan
-from splitlm.telemetry.memory import peak_rss_bytes
 from splitlm.telemetry.record import Migration
 from splitlm.telemetry.sinks import NullTrace, Sink, Trace, trace_path
 from splitlm.wire import tls
@@ -325,19 +324,7 @@ class RingHost:
             self._collect(self._meter, self._built)
 
     def _collect(self, meter: Meter, built: Built) -> None:
-        sums, meta = meter.decode, built.meta
-        self.reports = [
-            StageReport(
-                node=0,
-                segments=meta.segments,
-                resident_bytes=meta.resident_bytes,
-                peak_rss_bytes=peak_rss_bytes(),
-                import_rss_bytes=int(meta.import_rss_mb * MIB),
-                compute_ms=sums.compute_ms,
-                wait_ms=sums.recv_wait_ms,
-                send_ms=sums.send_ms,
-            )
-        ]
+        self.reports = [built.report(meter)]
         for member in self._members.placed if self._members else ():
             if (told := member.report) is not None and self.cut is not None:
                 self.reports.append(
