@@ -80,6 +80,17 @@ def test_a_stage_with_another_model_of_its_own(stories: Path, tiny: Callable[[st
         assert "config hash differs" in str(error)
 
 
+def test_an_engine_that_the_stages_build_lacks(stories: Path, port: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(join, "ENGINES", ("exact",))
+    with nothing_left():
+        stage = ThreadStage(settings(port))
+        with pytest.raises(NetworkError, match=r"stage .* stopped: .*the engine 'fast', which this build .* does not"):
+            ring_of(stories, port, compute="fast").open()
+        error = stage.join()
+        assert error is not None and error.exit_code == 3
+        assert "Expected exact" in str(error)
+
+
 def test_a_stage_with_another_token_is_not_let_in_and_the_ring_waits_on(stories: Path, port: int) -> None:
     with nothing_left():
         stranger = ThreadStage(settings(port, token="wrong"))

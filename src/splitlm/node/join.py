@@ -9,6 +9,7 @@ from splitlm.bus.base import Spoke
 from splitlm.bus.line import BEATS
 from splitlm.bus.star import StarSpoke
 from splitlm.core.cut import Cut
+from splitlm.core.engines import ENGINES
 from splitlm.core.errors import CutError, NetworkError, PeerLostError, PeerRefusedError, ProtocolError, SplitlmError
 from splitlm.core.errors import from_exit_code as reported
 from splitlm.core.groups import fault, first_error
@@ -270,6 +271,13 @@ class _Member:
                 where=str(folder),
                 expected="the model that the head runs",
                 remedy="Start the stage with that model",
+            )
+        if assign.compute not in ENGINES:
+            raise PeerRefusedError(
+                f"The head asks for the engine {assign.compute!r}, which this build of splitlm does not have",
+                where=self._name,
+                expected=" or ".join(ENGINES),
+                remedy="Install the head's version of splitlm here, or choose another --compute there",
             )
         settings = BuildSettings(
             "hf" if assign.loader == "hf" else "shard",
