@@ -21,7 +21,7 @@ def test_a_long_validation_is_not_taken_for_a_dead_peer(working: bool) -> None:
     async def main() -> bool:
         hub = MemoryHub()
         orders = Orders(find_shape("two-stage"), owners=1, workers=1, rounds=1, settings={}, run="r")
-        of = Training(hub, orders, cast(Aggregator, SimpleNamespace(busy=False)))
+        of = Training(hub, orders, cast(Aggregator, SimpleNamespace(busy=False, jobs=0)))
         spoke = hub.join("owner")
         await spoke.send(training.Register("owner", "owner"))
         await of.hear(5.0, "it to register")
@@ -42,3 +42,32 @@ def test_a_long_validation_is_not_taken_for_a_dead_peer(working: bool) -> None:
             return isinstance(said, training.Notify)
 
     assert asyncio.run(main()) is working
+
+
+@pytest.mark.parametrize("worked", [True, False])
+def test_an_average_that_has_only_just_ended_is_waited_for_anew(worked: bool) -> None:
+    """It takes a while to reach the parties that wait for it."""
+
+    async def main() -> bool:
+        hub, aggregator = MemoryHub(), SimpleNamespace(busy=worked, jobs=0)
+        orders = Orders(find_shape("two-stage"), owners=1, workers=1, rounds=1, settings={}, run="r")
+        of = Training(hub, orders, cast(Aggregator, aggregator))
+        spoke = hub.join("owner")
+        await spoke.send(training.Register("owner", "owner"))
+        await of.hear(5.0, "it to register")
+
+        async def averages() -> None:
+            await asyncio.sleep(0.5)
+            aggregator.busy, aggregator.jobs = False, int(worked)
+            await asyncio.sleep(1.0)
+            await spoke.send(training.Saved(0))
+
+        async with asyncio.TaskGroup() as group:
+            group.create_task(averages())
+            try:
+                _, said = await of.hear(1.0, "it to take the average")
+            except PeerMissingError:
+                return False
+            return isinstance(said, training.Saved)
+
+    assert asyncio.run(main()) is worked

@@ -21,6 +21,11 @@ class Aggregator(Protocol):
         """Whether it is averaging now: parties wait for it then."""
         ...
 
+    @property
+    def jobs(self) -> int:
+        """How many times it was busy and is no more."""
+        ...
+
     async def expect(self, members: list[Who]) -> None:
         """These take part in the run."""
         ...

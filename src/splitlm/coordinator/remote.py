@@ -22,10 +22,12 @@ class Remote:
 
     Attributes:
         busy: never: the worker says itself that it is at work.
+        jobs: none, likewise.
         found: what the model of the last round is worth, where the worker has rows to tell.
     """
 
     busy = False
+    jobs = 0
 
     def __init__(self, keep: Callable[[int, dict[Who, training.Saved]], Awaitable[None]]) -> None:
         self._keep = keep

@@ -128,6 +128,7 @@ class Training:
         while self._unheard:
             if (lost := self._unheard.pop(0)).member in self.members:
                 raise lost
+        jobs = self._aggregator.jobs
         try:
             async with asyncio.timeout(deadline_s) as limit:
                 while True:
@@ -159,7 +160,8 @@ class Training:
                         case other if member is not None and not member.heard.repeats(other):
                             return member, other
         except TimeoutError:
-            if not self._aggregator.busy:
+            # What it has only just made is on its way to those who wait for it.
+            if not self._aggregator.busy and self._aggregator.jobs == jobs:
                 raise PeerMissingError(f"The coordinator waited {deadline_s:g} s for {awaited}") from None
         return await self.hear(deadline_s, awaited, relay=relay)
 

@@ -88,6 +88,11 @@ class StateHub:
         """Whether it is averaging or summing now."""
         return self._runner.busy
 
+    @property
+    def jobs(self) -> int:
+        """How many averages and sums are done."""
+        return self._runner.jobs
+
     async def close(self) -> None:
         """Part from all."""
         tasks = [self._arrivals, self.work, *self._readers.values()]
