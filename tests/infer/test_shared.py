@@ -124,6 +124,15 @@ def test_a_session_joins_once_at_most_as_many_as_the_engine_takes_and_to_its_con
     assert not relay.joins(frame(hidden(4, position=2, sample=True), rows(4)))
 
 
+def test_a_session_that_decodes_alone_waits_for_nobody(tiny: Callable[[str], Path]) -> None:
+    """Not even for a look whether another frame is there."""
+    relay = started(tiny, 1)
+    relay.handle(Frame(Close(session=3)))
+    assert relay.joins(token(1))
+    relay.handle(Frame(Close(session=2)))
+    assert not relay.joins(token(1))
+
+
 def test_with_exact_nothing_joins(tiny: Callable[[str], Path]) -> None:
     relay = started(tiny, 1, "exact")
     assert relay.width == 1

@@ -123,7 +123,7 @@ def at_once(channel: Channel, frames: Sequence[tuple[Header | None, Sequence[Buf
     Returns:
         Bytes of each, of the first of them: those that follow have to wait. 0 where there is nothing to send.
     """
-    given = [(header, tensors) for header, tensors in frames if header is not None]
+    given = [(header, tensors) for header, tensors in frames if header is not None] if len(frames) > 1 else []
     if len(given) > 1 and (sent := channel.send_together(given)):
         each = iter(sent)
         return [0 if header is None else next(each) for header, _ in frames]

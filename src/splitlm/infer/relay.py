@@ -107,10 +107,13 @@ class Relay:
         """Whether the forward of ``others``, frames that join each other, can be this frame's too.
 
         It can where the frame is a decode step against which nothing speaks, of a session that is not among them. All
-        else is for ``advance``. Ask where this relay computes, or while it does not.
+        else is for ``advance``, and so is every frame while no other session decodes. Ask where this relay computes, or
+        while it does not.
         """
         header = frame.header
-        if not isinstance(header, Hidden) or len(others) >= self.width or len(header.tensors) != 1:
+        if len(self._decoding) < 2 or len(others) >= self.width:  # first: a session alone is to lose no time by this
+            return False
+        if not isinstance(header, Hidden) or len(header.tensors) != 1:
             return False
         session, stage, spec = header.session, self.stage, header.tensors[0]
         return (
