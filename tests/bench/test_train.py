@@ -20,6 +20,7 @@ from splitlm.bench.trainrun import Turn
 from splitlm.bench.trainset import Size
 from splitlm.bench.trend import trend
 
+pytestmark = pytest.mark.usefixtures("forks")
 TINY = Size(hidden=16, blocks=3, batch=2, length=4, microbatches=4, windows=2)
 SIZES = ("--hidden", "32", "--blocks", "3", "--batch", "4", "--length", "128", "--microbatches", "2", "--windows", "1")
 

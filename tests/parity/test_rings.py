@@ -71,7 +71,7 @@ def traced(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The trace of SmolLM2 in three processes that held nothing before, with a prompt longer than a prefill chunk."""
     trace = tmp_path_factory.mktemp("smollm2")
     command = [sys.executable, "-m", "splitlm", "-q", "generate", "smollm2-135m", "--cuts", "10,20", "-n", "12"]
-    command += ["--prompt", PARAGRAPH, "--dtype", "float32", "--trace-dir", str(trace)]
+    command += ["--prompt", PARAGRAPH, "--dtype", "float32", "--compute", "exact", "--trace-dir", str(trace)]
     with REAL(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         _, said = process.communicate(timeout=280)
     assert process.returncode == 0, said

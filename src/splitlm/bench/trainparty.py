@@ -10,6 +10,7 @@ from typing import Any
 from splitlm.bus.base import Spoke
 from splitlm.core import messages, training
 from splitlm.core.config import read
+from splitlm.core.errors import NetworkError
 from splitlm.core.shape import Role
 from splitlm.node.guard import Guard
 from splitlm.node.identity import node_name
@@ -27,12 +28,17 @@ def rss_kib() -> float:
 
 
 class Ears:
-    """A spoke that notes how much memory the process has at each round's end, and what its part has cost by then."""
+    """A spoke that notes how much memory the process has at each round's end, and what its part has cost by then.
+
+    Attributes:
+        stopped: whether the coordinator ended the run early, as this bench does once it has measured.
+    """
 
     def __init__(self, spoke: Spoke) -> None:
         self._spoke = spoke
         self.rss: list[float] = []
         self.figures: dict[str, float] = {}
+        self.stopped = False
 
     @property
     def hub_host(self) -> str:
@@ -49,7 +55,9 @@ class Ears:
 
     async def receive(self) -> messages.Any:
         """See ``Spoke``."""
-        return await self._spoke.receive()
+        said = await self._spoke.receive()
+        self.stopped = self.stopped or isinstance(said, messages.Trouble)
+        return said
 
     async def close(self) -> None:
         """See ``Spoke``."""
@@ -87,6 +95,9 @@ class PartyWork:
         )
         try:
             await run_party(party, ears)
+        except NetworkError:
+            if not ears.stopped:
+                raise
         finally:
             await ears.close()
         return {"rss": ears.rss, "figures": ears.figures}
