@@ -38,7 +38,10 @@ def test_each_node_runs_the_engine_it_was_asked_to(tiny: Callable[[str], Path], 
     assert [meta.compute for meta in found] == ["fast", "exact"]
     assert found[0].pack_ms > 0 and 0.9 < found[0].inexact <= 1 and not found[0].unpacked
     assert found[1].pack_ms == found[1].inexact == 0
-    assert found[0].resident_bytes < 0.7 * 4 * found[0].parameters
+    exact = tmp_path / "exact"
+    said(tiny("llama"), stages=2, trace_dir=exact)
+    metas = [record for path in sorted(exact.glob("*.jsonl")) for record in read_trace(path)]
+    assert [m.parameters for m in metas if isinstance(m, StageMeta)] == [meta.parameters for meta in found]
 
 
 def test_where_fast_does_not_work_exact_runs_and_says_why(

@@ -113,12 +113,13 @@ class FusedBlock(nn.Module):
     Args:
         block: of transformers, of a class in ``LAYOUTS``.
         pack: packs a matrix ``[out, in]`` and its bias.
+        used: called with layers as soon as they are packed.
 
     Raises:
         AttributeError: the block lacks a part that its layout names.
     """
 
-    def __init__(self, block: Any, pack: Packer) -> None:
+    def __init__(self, block: Any, pack: Packer, used: Callable[..., None]) -> None:
         super().__init__()
         layout = LAYOUTS[type(block).__name__]
         attention, mlp = getattr(block, layout.attention), getattr(block, layout.mlp)
@@ -136,12 +137,16 @@ class FusedBlock(nn.Module):
         )
         norms = [getattr(attention, name, None) for name in ("q_norm", "k_norm")]
         self.q_norm, self.k_norm = (Norm(norm, layout.gain) if norm is not None else None for norm in norms)
-        query, out = _merged(attention, layout.query), matrix(getattr(attention, layout.out))
-        self.heads = out[0].shape[1] // self.head_dim
-        self.kv_heads = (query[0].shape[0] // self.head_dim - self.heads) // 2
-        self.query, self.out = pack(*query), pack(*out)
-        self.up = pack(*_merged(mlp, layout.up))
-        self.down = pack(*matrix(getattr(mlp, layout.down)))
+        query, out = _layers(attention, layout.query), getattr(attention, layout.out)
+        up, down = _layers(mlp, layout.up), getattr(mlp, layout.down)
+        self.heads = matrix(out)[0].shape[1] // self.head_dim
+        outputs = sum(matrix(layer)[0].shape[0] for layer in query)
+        self.kv_heads = (outputs // self.head_dim - self.heads) // 2
+        # The largest first: what is packed next to it is freed by then.
+        self.up = _packed(pack, used, *up)
+        self.down = _packed(pack, used, down)
+        self.query = _packed(pack, used, *query)
+        self.out = _packed(pack, used, out)
 
     def forward(self, x: torch.Tensor, rows: Sequence[Rows], turn: Turn | None) -> torch.Tensor:
         """``[n, hidden]`` to the same shape, in float32; the sessions' KV grows by their rows.
@@ -186,9 +191,18 @@ def matrix(layer: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
     return (weight.t() if type(layer).__name__ == "Conv1D" else weight), None if bias is None else bias.detach()
 
 
-def _merged(owner: Any, names: Sequence[str]) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Several layers of one input as one."""
-    parts = [matrix(getattr(owner, name)) for name in names]
+def _layers(owner: Any, names: Sequence[str]) -> list[Any]:
+    return [getattr(owner, name) for name in names]
+
+
+def _packed(pack: Packer, used: Callable[..., None], *layers: Any) -> Product:
+    """Layers of one input as one product."""
+    product = pack(*_merged([matrix(layer) for layer in layers]))
+    used(*layers)
+    return product
+
+
+def _merged(parts: Sequence[tuple[torch.Tensor, torch.Tensor | None]]) -> tuple[torch.Tensor, torch.Tensor | None]:
     if len(parts) == 1:
         return parts[0]
     weights = [weight for weight, _ in parts]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import time
 from typing import Any
 
@@ -15,6 +17,8 @@ from splitlm.model.compute.products import Kind, PlainProduct, Product
 from splitlm.model.family import Family
 
 TRIAL_ROWS = 5
+COUNTED_ROWS = 16
+"""Of so many rows one is looked at for numbers that float16 does not hold exactly."""
 
 
 class Swapped(nn.Module):
@@ -60,7 +64,7 @@ class Packing:
         ms: spent on packing.
         packed: matrices that were.
         left: matrices that could not be, and stay in float32, each with the reason.
-        inexact: numbers that float16 cannot hold exactly, of how many: of the fast kind.
+        inexact: numbers that float16 cannot hold exactly, of ``numbers`` looked at: of the fast kind.
     """
 
     def __init__(self, kind: Kind, family: Family) -> None:
@@ -84,12 +88,15 @@ class Packing:
         made: nn.Module | None = None
         if self.fused:
             made = self._fuse(block, base)
+        used = [block]
         if made is None:
-            made = block
+            made, used = block, []
             for owner in list(block.modules()):
                 for name, layer in list(owner.named_children()):
                     if type(layer).__name__ == "Conv1D" or type(layer) is nn.Linear:
                         setattr(owner, name, self._swap(layer))
+                        used.append(layer)
+        _release(*used)
         self.ms += (time.perf_counter() - started) * 1e3
         return made
 
@@ -99,6 +106,9 @@ class Packing:
         if isinstance(head, nn.Linear):
             started = time.perf_counter()
             setattr(model, self.family.head, self._swap(head))
+            table = getattr(getattr(model, self.family.base), self.family.embed)
+            if getattr(table, "weight", None) is not head.weight:
+                _release(head)
             self.ms += (time.perf_counter() - started) * 1e3
 
     def tied(self, table_of: Any, head_of: Any) -> None:
@@ -132,14 +142,16 @@ class Packing:
             return PlainProduct(weight, bias)
         self.packed += 1
         if self.kind.halves:
-            self.numbers += weight.numel()
-            self.inexact += int((weight.half().to(weight.dtype) != weight).sum())
+            some = weight[::COUNTED_ROWS]
+            self.numbers += some.numel()
+            self.inexact += int((some.half().to(some.dtype) != some).sum())
         return self.kind.make(weight, bias)
 
     def _fuse(self, block: nn.Module, base: Any) -> nn.Module | None:
         """The block, fused; None, and no other will be, where what came out is not what the block computes."""
         try:
-            made = FusedBlock(block, self._pack)
+            # The first block is needed once more, to be compared with what came of it.
+            made = FusedBlock(block, self._pack, _release if self._tried else _keep)
         except (AttributeError, IndexError):  # this release of transformers has other parts in it
             self.fused = False
             return None
@@ -148,6 +160,22 @@ class Packing:
             return None
         self._tried = True
         return made
+
+
+def _keep(*_: nn.Module) -> None:
+    pass
+
+
+def _release(*modules: nn.Module) -> None:
+    """Give the weights of what was packed back now, to the system too.
+
+    Modules hang in circles and wait for the garbage collector; and the C library would keep what lies between pieces
+    that stay, some 50 MiB of a small model.
+    """
+    for param in (param for module in modules for param in module.parameters()):
+        param.data = torch.empty(0, dtype=param.dtype)
+    with contextlib.suppress(OSError, AttributeError):  # glibc alone has it
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 def rotaries(base: Any) -> dict[str | None, Rotary]:

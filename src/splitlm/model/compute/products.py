@@ -20,8 +20,12 @@ from splitlm.model.compute.packed import Product as Product
 
 HALF_MAX = 65504.0
 """Largest number of float16."""
+HALF_BLOCK = 512
+"""FBGEMM lays out so many inputs at a time, and holds zeros for those that are not there: 576 take the room of 1024."""
 GROUP = 32
 """Weights that share one scale and zero point in int4."""
+PACKED_ROWS = 1024
+"""Rows that are rounded to 4 bits at once: the kernel keeps them in groups of 64, one after the other."""
 _TRIED = (64, 96)
 """Shape of the matrix that is packed to find out whether a kind works here."""
 
@@ -48,7 +52,8 @@ class HalfProduct(Product):
             weight.float(), None if bias is None else bias.float()
         )
         self.elements = _elements(weight, bias)
-        self.nbytes = weight.numel() * 2 + (0 if bias is None else bias.numel() * 4)
+        rows, columns = weight.shape
+        self.nbytes = rows * -(-columns // HALF_BLOCK) * HALF_BLOCK * 2 + (0 if bias is None else bias.numel() * 4)
         self._product = torch.ops.quantized.linear_dynamic_fp16.default
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -71,7 +76,8 @@ class ByteProduct(Product):
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
         super().__init__()
         weight = weight.float()
-        scales = weight.abs().amax(1).clamp_min(1e-8) / 127
+        low, high = torch.aminmax(weight, dim=1)
+        scales = torch.maximum(-low, high).clamp_min(1e-8) / 127
         zeros = torch.zeros(len(scales), dtype=torch.long)
         rounded = torch.quantize_per_channel(weight, scales.double(), zeros, 0, torch.qint8)
         self.packed: Any = torch.ops.quantized.linear_prepack(rounded, None if bias is None else bias.float())
@@ -96,13 +102,9 @@ class NibbleProduct(Product):
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
         super().__init__()
         weight = weight.float()
-        rows, columns = weight.shape
-        groups = weight.view(rows, columns // GROUP, GROUP)
-        high, low = groups.amax(-1), groups.amin(-1)
-        scale = ((high - low) / 15).clamp_min(1e-8)
-        values = ((groups - low[..., None]) / scale[..., None]).round().clamp(0, 15).to(torch.int32)
-        self.packed: Any = torch.ops.aten._convert_weight_to_int4pack_for_cpu(values.view(rows, columns), 1)
-        self.scales: Any = torch.stack([scale, low + scale * 8], -1).transpose(0, 1).contiguous().bfloat16()
+        parts = [_nibbles(rows) for rows in torch.split(weight, PACKED_ROWS)]
+        self.packed: Any = torch.cat([packed for packed, _ in parts])
+        self.scales: Any = torch.cat([scales for _, scales in parts], 1)
         self.bias = None if bias is None else nn.Parameter(bias.float(), False)
         self.elements = weight.numel()  # the bias is a parameter
         self.nbytes = weight.numel() // 2 + self.scales.nbytes
@@ -119,6 +121,17 @@ class NibbleProduct(Product):
         self.packed = self.scales = None
 
 
+def _nibbles(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Some rows of a matrix, rounded to 4 bits and packed, and their scales and zero points ``[groups, rows, 2]``."""
+    rows, columns = weight.shape
+    groups = weight.view(rows, columns // GROUP, GROUP)
+    low, high = torch.aminmax(groups, dim=-1)
+    scale = ((high - low) / 15).clamp_min(1e-8)
+    values = ((groups - low[..., None]) / scale[..., None]).round().clamp(0, 15).to(torch.int32)
+    packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(values.view(rows, columns), 1)
+    return packed, torch.stack([scale, low + scale * 8], -1).transpose(0, 1).contiguous().bfloat16()
+
+
 def products(module: nn.Module) -> list[Product]:
     """All that are in a module."""
     return [part for part in module.modules() if isinstance(part, Product)]
@@ -129,7 +142,8 @@ def _elements(weight: torch.Tensor, bias: torch.Tensor | None) -> int:
 
 
 def _half_fits(weight: torch.Tensor) -> str:
-    largest = float(weight.abs().max())
+    low, high = torch.aminmax(weight)  # without a copy: a head is large
+    largest = max(-float(low), float(high))
     return "" if largest <= HALF_MAX else f"it holds {largest:g}, beyond float16"
 
 
