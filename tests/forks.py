@@ -155,17 +155,21 @@ def popen(mother: Mother) -> type[subprocess.Popen[Any]]:
 
 
 @contextlib.contextmanager
-def mother() -> Iterator[Mother]:
-    """A process to fork others from; it ends with the block, or with this process."""
+def mother(**changes: str) -> Iterator[Mother]:
+    """A process to fork others from; it ends with the block, or with this process.
+
+    Args:
+        changes: of the environment, where what libraries read at import is to be another than ours.
+    """
     ours, hers = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with ours:
         words = [sys.executable, "-m", "tests.forks", str(hers.fileno())]
         paths = os.pathsep.join(filter(None, (str(ROOT / "src"), os.environ.get("PYTHONPATH", ""))))
-        env = {**os.environ, "PYTHONPATH": paths}
+        env = {**os.environ, **changes, "PYTHONPATH": paths}
         process = subprocess.Popen(words, cwd=ROOT, env=env, pass_fds=[hers.fileno()], stdin=subprocess.DEVNULL)
         hers.close()
         try:
-            yield Mother(ours, os.environ)
+            yield Mother(ours, env)
         finally:
             ours.close()
             process.wait(60)

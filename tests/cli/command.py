@@ -15,6 +15,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import IO
 from unittest import mock
 
 from tests.forks import told
@@ -91,7 +92,9 @@ class Process:
 
 
 @contextlib.contextmanager
-def start(*arguments: str | Path, mark: str = "", env: dict[str, str] | None = None) -> Iterator[Process]:
+def start(
+    *arguments: str | Path, mark: str = "", env: dict[str, str] | None = None, stdout: int | IO[str] = subprocess.PIPE
+) -> Iterator[Process]:
     """A command as a process; whatever is left of it in the end is killed.
 
     Args:
@@ -100,7 +103,7 @@ def start(*arguments: str | Path, mark: str = "", env: dict[str, str] | None = N
     popen = subprocess.Popen(
         [sys.executable, "-m", "splitlm", *map(str, arguments)],
         stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
+        stdout=stdout,
         stderr=subprocess.PIPE,
         text=True,
         env={**os.environ, "PYTHONPATH": str(ROOT / "src"), "SPLITLM_TEST_MARK": mark, **(env or {})},

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -13,6 +17,7 @@ from safetensors.torch import load_file, save_file
 from splitlm.core.cut import Segment
 from splitlm.model.tunable import TunableFiles
 from tests.cli.command import start
+from tests.forks import SPAWN, mother, popen
 
 OLD = """\
 name: Split_Learning
@@ -135,21 +140,39 @@ def emotion(folder: Path) -> None:
         (folder / "split" / f"{split}.jsonl").write_text("\n".join(lines) + "\n")
 
 
+def places(home: Path) -> dict[str, str]:
+    """Variables that say where the hub's cache is."""
+    return {"HF_HOME": str(home), "HF_HUB_CACHE": str(home / "hub"), "HF_HUB_OFFLINE": "1"}
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A home of the hub's cache, which each test fills anew; processes with its ``places`` are forked (tests/forks)."""
+    folder = tmp_path_factory.mktemp("home")
+    if SPAWN or sys.platform != "linux":
+        yield folder
+        return
+    with mother(**places(folder)) as made, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(subprocess, "Popen", popen(made))
+        yield folder
+
+
 @pytest.mark.parametrize(
     ("old_names", "classes"), [(True, 0), (False, 3)], ids=["as published first", "a head for other labels"]
 )
-def test_an_older_file_runs_unchanged(old_names: bool, classes: int, tmp_path: Path) -> None:
+def test_an_older_file_runs_unchanged(old_names: bool, classes: int, home: Path, tmp_path: Path) -> None:
     from peft import PeftModel
     from transformers import AutoModelForSequenceClassification
 
-    hub = tmp_path / "hf" / "hub"
+    hub = home / "hub"
+    shutil.rmtree(hub, ignore_errors=True)
     model = cached(hub, "models", "bert-base-cased")
     tiny_bert(model, old_names, classes)
     emotion(cached(hub, "datasets", "dair-ai/emotion"))
     file = tmp_path / "config.yaml"
     file.write_text(OLD)
-    env = {"HF_HOME": str(tmp_path / "hf"), "HF_HUB_CACHE": str(hub), "HF_HUB_OFFLINE": "1"}
-    with start("train", file, "--local", "--folder", tmp_path / "run", mark=tmp_path.name, env=env) as process:
+    words = ("train", file, "--local", "--folder", tmp_path / "run")
+    with start(*words, mark=tmp_path.name, env=places(home)) as process:
         done = process.wait(120)
     assert done.code == 0, done.err
     [line] = [line for line in (done.err + done.out).splitlines() if "round 1 of 1:" in line]
