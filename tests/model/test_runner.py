@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import socket
 import threading
 import time
@@ -342,3 +343,36 @@ def test_closing_fails_the_listener_and_wakes_the_thread(lines: Lines) -> None:
 
 def _raise(error: BaseException) -> None:
     raise error
+
+
+def test_a_listener_that_is_cancelled_before_the_thread_is_closed_leaves_no_word(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    class Silent:
+        def fileno(self) -> int:
+            return -1
+
+        def attach(self, wake: object) -> None:
+            pass
+
+        def read(self) -> None:
+            return None
+
+    async def main() -> None:
+        runner = Runner()
+        block = threading.Event()
+        task = asyncio.create_task(runner.listen(Silent(), lambda item: None))
+        await runner.run(lambda: None)
+        busy = asyncio.ensure_future(runner.run(block.wait, 5))
+        await asyncio.sleep(0)
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        closing = asyncio.create_task(asyncio.to_thread(runner.close))
+        await asyncio.sleep(0.1)
+        block.set()
+        await asyncio.gather(busy, closing, return_exceptions=True)
+        await asyncio.sleep(0.1)
+
+    asyncio.run(main())
+    gc.collect()
+    assert not [record for record in caplog.records if "never retrieved" in record.getMessage()]

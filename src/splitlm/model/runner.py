@@ -138,7 +138,7 @@ class Runner:
         finally:
             if not listening.future.done() or listening.future.cancelled():
                 with contextlib.suppress(SplitlmError):
-                    self._hand_over(self._end, listening)
+                    self._hand_over(self._end, listening).add_done_callback(_unawaited)
 
     def close(self, timeout: float = 30.0) -> None:
         """Let the job at hand finish, fail the others, end the thread."""
@@ -286,6 +286,12 @@ def _worded(error: BaseException) -> BaseException:
 
 def _closed() -> SplitlmError:
     return SplitlmError("The compute thread was closed before this job ran", expected="jobs before close()")
+
+
+def _unawaited(future: asyncio.Future[Any]) -> None:
+    """Nobody waits for this one: that the thread was closed before its turn is no news."""
+    if not future.cancelled():
+        future.exception()
 
 
 def _settle(future: asyncio.Future[Any], result: Any, error: BaseException | None) -> None:
