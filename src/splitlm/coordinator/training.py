@@ -17,9 +17,8 @@ from splitlm.coordinator.closing import Closing
 from splitlm.coordinator.members import Lost, Member, Members
 from splitlm.coordinator.orders import Aggregator, Orders, Standing
 from splitlm.coordinator.places import Places
-from splitlm.core import messages, training
+from splitlm.core import errors, messages, training
 from splitlm.core.errors import NetworkError, PeerLostError, PeerMissingError, ProtocolError, SplitlmError
-from splitlm.core.errors import from_exit_code as reported
 from splitlm.core.shape import Role
 
 TRIES = 3
@@ -146,7 +145,7 @@ class Training:
                         case training.Failed(code=code, text=text, where="", suspect=suspect) if member is not None:
                             if suspect is not None and (out := self.members.blamed(member, suspect, text)) is not None:
                                 raise out
-                            raise reported(code, f"{member}: {text}")
+                            raise errors.from_exit_code(code, f"{member}: {text}")
                         case PeerCame() | PeerGone() | messages.Ping() | training.Register():
                             continue
                         case training.Figures(values=values) if member is not None:
@@ -330,8 +329,7 @@ class Training:
 
     def stepped(self, member: Member, said: training.Stepped) -> None:
         """A party stepped: keep what its window was like."""
-        self.standing.loss += said.loss
-        self.standing.items += said.items
+        self.standing.loss, self.standing.items = self.standing.loss + said.loss, self.standing.items + said.items
         if said.tokens_per_s > 0 and member.who[0] == "worker":
             self.speeds[member.who[1]] = said.tokens_per_s
         row = {
