@@ -159,8 +159,7 @@ class Training:
                         case other if member is not None and not member.heard.repeats(other):
                             return member, other
         except TimeoutError:
-            # What it has only just made is on its way to those who wait for it.
-            if not self._aggregator.busy and self._aggregator.jobs == jobs:
+            if not self._aggregator.busy and self._aggregator.jobs == jobs:  # else what it made is on its way
                 raise PeerMissingError(f"The coordinator waited {deadline_s:g} s for {awaited}") from None
         return await self.hear(deadline_s, awaited, relay=relay)
 
