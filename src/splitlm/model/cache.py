@@ -34,6 +34,7 @@ class BlockKV(CacheLayerMixin):  # type: ignore[misc]
         self._rows = 0
         self._k: torch.Tensor | None = None
         self._v: torch.Tensor | None = None
+        self._laid: tuple[torch.Tensor, torch.Tensor] | None = None  # both buffers as attention takes them
 
     @property
     def rows(self) -> int:
@@ -83,6 +84,26 @@ class BlockKV(CacheLayerMixin):  # type: ignore[misc]
         self._start, self._rows = end + n - keep, keep
         return k[first : end + n], v[first : end + n]
 
+    def step(self, key: torch.Tensor, value: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+        """``update`` for one row, ``[kv_heads, head_dim]`` of any element type; ``dtype`` is that of the rows kept.
+
+        Every token takes this way once for each block and session: with as few calls as can be.
+        """
+        before, first = self._rows, self._start
+        end = first + before
+        if self._k is None or self._v is None or end >= self._k.shape[0]:
+            return self.update(key.to(dtype).unsqueeze(1).unsqueeze(0), value.to(dtype).unsqueeze(1).unsqueeze(0))
+        if self._laid is None:
+            self._laid = self._k.transpose(0, 1).unsqueeze(0), self._v.transpose(0, 1).unsqueeze(0)
+        self._k.select(0, end).copy_(key)
+        self._v.select(0, end).copy_(value)
+        self.seen += 1
+        if self.window is None or before + 1 < self.window:
+            self._rows = before + 1
+        else:
+            self._start = first + 1
+        return self._laid[0].narrow(2, first, before + 1), self._laid[1].narrow(2, first, before + 1)
+
     def take(self, first: int, limit: int) -> tuple[torch.Tensor, torch.Tensor, int]:
         """A copy of up to ``limit`` rows from absolute position ``first`` on, for another node.
 
@@ -119,6 +140,7 @@ class BlockKV(CacheLayerMixin):  # type: ignore[misc]
     def _resize(self, key: torch.Tensor, value: torch.Tensor, keep: int) -> None:
         """Buffers for ``keep`` rows with room to grow, the rows kept so far at their beginning."""
         kept, self._k, self._v = self._kept(), _buffer(keep, key), _buffer(keep, value)
+        self._laid = None
         if self._rows:
             self._k[: self._rows] = kept[0]
             self._v[: self._rows] = kept[1]
@@ -134,6 +156,7 @@ class BlockKV(CacheLayerMixin):  # type: ignore[misc]
             seen.append(rows)
             fresh.append(buffer)
         self._k, self._v = fresh
+        self._laid = None
         self._start, self._rows = 0, keep
         return seen[0], seen[1]
 

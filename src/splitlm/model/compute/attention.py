@@ -73,9 +73,6 @@ def attend(
     kv_heads = key.shape[1]
     group = heads // kv_heads
     key, value = key.transpose(0, 1).unsqueeze(0), value.transpose(0, 1).unsqueeze(0)
-    if n == 1 and softcap is None:  # a decode step: nothing has to be moved about
-        one = query.view(1, kv_heads, group, width).to(key.dtype)
-        return functional.scaled_dot_product_attention(one, key, value, scale=scale).reshape(1, -1).to(query.dtype)
     # The query heads of a group are further rows over the same keys: nothing has to be repeated.
     q = query.view(n, kv_heads, group, width).permute(1, 2, 0, 3).reshape(1, kv_heads, group * n, width)
     if mask is not None and group > 1:

@@ -166,8 +166,11 @@ class FusedBlock(nn.Module):
         if turn is not None:
             turning = rotate(turning, *turn)
         query, key = turning[:, :heads], turning[:, heads:]
-        seen = [self._attention(query, key, value, part) for part in rows]
-        x = x + _normed(self.after, self.out.forward(seen[0] if len(seen) == 1 else torch.cat(seen)))
+        if self.softcap is None and len(rows) == len(x):
+            seen = self._decoded(query, key, value, rows)
+        else:
+            seen = torch.cat([self._attention(query, key, value, part) for part in rows])
+        x = x + _normed(self.after, self.out.forward(seen))
         up = self.up.forward(_normed(self.before_mlp, x))
         if self.gated:
             gate, up = up.chunk(2, -1)
@@ -175,6 +178,20 @@ class FusedBlock(nn.Module):
         else:
             up = self.act(up)
         return x + _normed(self.after_mlp, self.down.forward(up))
+
+    def _decoded(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, rows: Sequence[Rows]
+    ) -> torch.Tensor:
+        """Attention where each session has one row, which sees all that is kept of it."""
+        # The query heads of a group are further rows over the same keys.
+        queries = query.to(self.dtype).reshape(len(rows), 1, self.kv_heads, -1, self.head_dim).unbind()
+        found = [
+            functional.scaled_dot_product_attention(
+                q, *part.cache.by_block[self.index].step(k, v, self.dtype), scale=self.scale
+            )
+            for q, k, v, part in zip(queries, key.unbind(), value.unbind(), rows, strict=True)
+        ]
+        return (found[0] if len(found) == 1 else torch.cat(found)).reshape(len(rows), -1).float()
 
     def _attention(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, part: Rows) -> torch.Tensor:
         kv = part.cache.by_block[self.index]
