@@ -16,7 +16,7 @@ from splitlm.core.errors import PeerLostError, SplitlmError
 from splitlm.link.local import LOOPBACK, loopback
 from splitlm.node.guard import Guard
 from splitlm.node.identity import node_name
-from splitlm.node.processes import StageProcess, end_all
+from splitlm.node.processes import GRACE_S, HURRY_S, StageProcess, end_all
 from splitlm.node.trainbus import open_rabbit, open_star
 from splitlm.node.trainlead import LeadSettings, lead
 
@@ -117,7 +117,8 @@ async def _train_here(settings: LeadSettings, local: LocalSettings) -> None:
         for task in (work, watch):
             task.cancel()
         await asyncio.gather(work, watch, return_exceptions=True)
-        await asyncio.to_thread(end_all, children)
+        # Before all were here nobody has anything to save, and some do not even listen yet.
+        await asyncio.to_thread(end_all, children, GRACE_S if begun.is_set() else HURRY_S)
 
 
 async def _early_end(children: Sequence[StageProcess], begun: asyncio.Event) -> SplitlmError | None:

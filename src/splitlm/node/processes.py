@@ -19,6 +19,8 @@ from splitlm.node.settings import RingSettings
 from splitlm.telemetry.sinks import clear_run
 
 GRACE_S = 5.0
+HURRY_S = 0.5
+"""Of processes that have nothing to save, and of those that did not answer."""
 TAIL_BYTES = 8192
 
 

@@ -31,7 +31,7 @@ from splitlm.node.identity import claims_for, node_name, process_of, stranger
 from splitlm.node.lead import Lead, plan_of
 from splitlm.node.links import link_head
 from splitlm.node.members import Members
-from splitlm.node.processes import StageProcess, end_all
+from splitlm.node.processes import HURRY_S, StageProcess, end_all
 from splitlm.node.settings import RingSettings, StageReport, choose_cut, silence
 from splitlm.node.window import Boundary, Plan
 from splitlm.telemetry.record import Migration
@@ -44,8 +44,6 @@ GRACE_S = 1.0
 """How long the loss of a link waits for the control plane, which may know the reason."""
 REPORT_S = 3.0
 """How long a stage that was told to stop may take to answer."""
-HURRY_S = 0.5
-"""Grace of a local stage that did not answer."""
 POLL_S = 0.2
 REAP_S = 0.02
 MIB = 2**20
