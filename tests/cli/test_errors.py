@@ -137,7 +137,7 @@ def test_a_cut_that_cannot_be(verb: str, options: str, says: str, model: Path) -
         ("--top-p 0", "--top-p"),
         ("--top-k -1", "--top-k"),
         ("--loader mmap", "--loader: 'mmap'"),
-        ("--compute fast", "--compute: 'fast'"),
+        ("--compute quick", "--compute: 'quick'"),
         ("--log-level loud", "--log-level: 'loud'"),
         ("--listen 7000", "--listen: '7000' is no address. Expected HOST:PORT"),
         ("--listen 127.0.0.1:70000 --stages 2", "--listen: '127.0.0.1:70000'"),
