@@ -129,3 +129,13 @@ def rabbit() -> Iterator[Broker]:
         yield broker
     finally:
         broker.remove()
+
+
+@pytest.fixture(autouse=True)
+def default_type() -> Iterator[None]:
+    """torch's default element type is the whole process's: no test leaves another one to the next."""
+    yield
+    torch = sys.modules.get("torch")
+    if torch is not None and (left := torch.get_default_dtype()) is not torch.float32:
+        torch.set_default_dtype(torch.float32)
+        pytest.fail(f"torch's default element type was left at {left}")

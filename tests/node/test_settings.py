@@ -16,7 +16,7 @@ from splitlm.node.settings import RingSettings
     ("name", "value"),
     [
         ("loader", "mmap"),
-        ("compute", "fast"),
+        ("compute", "quick"),
         ("threads", -1),
         ("pace_ms", -1.0),
         ("pace_ms", math.nan),

@@ -151,6 +151,7 @@ def merge(base_folder: Path, adapter_folder: Path, out: Path) -> None:
     from peft import PeftModel
     from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
+    from splitlm.model.oneatatime import one_at_a_time
     from splitlm.model.quiet import no_bars
 
     said = read_json(adapter_folder / "adapter_config.json")
@@ -163,7 +164,7 @@ def merge(base_folder: Path, adapter_folder: Path, out: Path) -> None:
         if heads:  # the base may have a head of another size, or none
             options |= {"num_labels": heads[0], "ignore_mismatched_sizes": True}
     expected = f"an adapter of the model in {base_folder}"
-    with no_bars(), foreign("The adapter cannot be merged", str(adapter_folder), expected):
+    with one_at_a_time(), no_bars(), foreign("The adapter cannot be merged", str(adapter_folder), expected):
         base = auto.from_pretrained(str(base_folder), **options)
         ours = {PEFT_PREFIX + name for name, _ in base.named_modules()}
         for key in sorted(entries):

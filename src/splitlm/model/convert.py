@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from splitlm.core.errors import CheckpointError, ModelError, ModelMissingError
+from splitlm.model.oneatatime import one_at_a_time
 
 Progress = Callable[[str], None]
 
@@ -134,7 +135,7 @@ def _write(source: Path, target: Path) -> None:
     from splitlm.model.border import foreign
 
     folder, name = str(source.parent), source.name
-    with _quiet():
+    with one_at_a_time(), _quiet():
         with foreign(
             "transformers cannot convert this GGUF file",
             str(source),

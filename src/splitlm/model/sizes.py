@@ -21,6 +21,7 @@ from splitlm.model.config import context_of, read_config
 from splitlm.model.family import check_layout, find_family
 from splitlm.model.index import read_json
 from splitlm.model.load import BLOCK_BYTES, DTYPES
+from splitlm.model.oneatatime import one_at_a_time
 
 
 @dataclass(frozen=True)
@@ -67,7 +68,7 @@ class ModelShape:
         config, layout, where = _read(source, family)
         self.dtype = _dtype(dtype, config)
         with foreign("transformers cannot build the model", where, f"the config of a {layout.name} model"):
-            with torch.device("meta"):
+            with one_at_a_time(), torch.device("meta"):
                 self._model: Any = AutoModelForCausalLM.from_config(config, dtype=self.dtype)
             self.windows = block_windows(config)
         check_layout(self._model, layout, where)

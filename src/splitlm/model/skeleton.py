@@ -20,6 +20,7 @@ from splitlm.core.cut import Segment
 from splitlm.core.errors import CheckpointError, ModelError, UnknownFamilyError
 from splitlm.model.border import foreign
 from splitlm.model.family import Family, check_layout
+from splitlm.model.oneatatime import one_at_a_time
 
 BlockFactory = Callable[[int], nn.Module]
 AUTO: dict[str, Any] = {"causal": AutoModelForCausalLM, "classify": AutoModelForSequenceClassification}
@@ -70,7 +71,7 @@ def build_skeleton(config: Any, family: Family, dtype: torch.dtype, where: str) 
     config = copy.deepcopy(config)
     config.num_hidden_layers = 0
     with foreign("transformers cannot build the model", where, f"the config of a {family.name} model"):
-        with torch.device("meta"):
+        with one_at_a_time(), torch.device("meta"):
             model = AUTO[family.task].from_config(config, dtype=dtype, trust_remote_code=False)
         check_layout(model, family, where)
         return model.eval()

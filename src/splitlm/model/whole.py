@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM
 
 from splitlm.core.errors import CheckpointError
 from splitlm.model.border import foreign
+from splitlm.model.oneatatime import one_at_a_time
 from splitlm.model.quiet import no_bars
 
 
@@ -21,7 +22,7 @@ def whole_model(folder: Path, dtype: torch.dtype) -> Any:
         CheckpointError: transformers cannot load it, or would fill a tensor that is missing with noise.
     """
     expected = "a model directory whose config and tensors agree"
-    with no_bars(), foreign("transformers cannot load the model", str(folder), expected):
+    with one_at_a_time(), no_bars(), foreign("transformers cannot load the model", str(folder), expected):
         model, info = AutoModelForCausalLM.from_pretrained(
             str(folder), dtype=dtype, local_files_only=True, trust_remote_code=False, output_loading_info=True
         )

@@ -97,7 +97,7 @@ class Norm(nn.Module):
         self.shape = tuple(self.weight.shape)
         if self.bias is None:  # with √(‖x‖² + n·eps) under x, which are fewer and shorter calls than torch's rms_norm
             self.weight.mul_(self.shape[-1] ** 0.5)
-            self.least = torch.tensor((self.shape[-1] * self.eps) ** 0.5)
+            self.least = torch.tensor((self.shape[-1] * self.eps) ** 0.5, dtype=torch.float32)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Over the last dimension."""

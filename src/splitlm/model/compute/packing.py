@@ -193,9 +193,10 @@ def _agrees(block: nn.Module, made: FusedBlock, base: Any, error: float) -> bool
     """Whether both give the same for a few made-up rows, within what packing may change."""
     weight = next(block.parameters())
     hidden = int(made.before.weight.shape[0]) if made.before is not None else 0
-    x = torch.linspace(-2, 2, TRIAL_ROWS * hidden).sin().mul(3).view(TRIAL_ROWS, hidden).cos()
+    x = torch.linspace(-2, 2, TRIAL_ROWS * hidden, dtype=torch.float32).sin().mul(3).view(TRIAL_ROWS, hidden).cos()
     positions = torch.arange(TRIAL_ROWS).unsqueeze(0)
-    mask = torch.full((TRIAL_ROWS, TRIAL_ROWS), torch.finfo(weight.dtype).min).triu_(1).to(weight.dtype)
+    lowest = torch.finfo(weight.dtype).min
+    mask = torch.full((TRIAL_ROWS, TRIAL_ROWS), lowest, dtype=torch.float32).triu_(1).to(weight.dtype)
     given: dict[str, Any] = {"attention_mask": mask[None, None], "position_ids": positions}
     turn = None
     if made.rotary:

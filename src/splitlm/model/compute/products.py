@@ -213,8 +213,8 @@ class Kind:
         return "" if found.kind is not None else found.why
 
     def _wrong(self) -> str:
-        weight = torch.linspace(-1, 1, _TRIED[0] * _TRIED[1]).view(_TRIED).sin()
-        rows = torch.linspace(-2, 2, 3 * _TRIED[1]).view(3, _TRIED[1]).cos()
+        weight = torch.linspace(-1, 1, _TRIED[0] * _TRIED[1], dtype=torch.float32).view(_TRIED).sin()
+        rows = torch.linspace(-2, 2, 3 * _TRIED[1], dtype=torch.float32).view(3, _TRIED[1]).cos()
         true = functional.linear(rows, weight)
         try:
             with torch.inference_mode():

@@ -71,7 +71,7 @@ class Library:
         if bias is not None and (bias.dtype != torch.float32 or bias.shape != (outputs,) or not bias.is_contiguous()):
             raise RuntimeError(f"a bias of {list(bias.shape)} {bias.dtype} for {outputs} rows")
         x = x.contiguous()
-        out = torch.empty(rows, outputs)
+        out = torch.empty(rows, outputs, dtype=torch.float32)
         failed = self._product(
             x.data_ptr(),
             rows,
