@@ -87,6 +87,8 @@ Turn = tuple[torch.Tensor, torch.Tensor]
 class Norm(nn.Module):
     """RMS norm, or layer norm where there is a bias."""
 
+    _given: tuple[torch.Tensor, torch.Tensor | None]
+
     def __init__(self, norm: Any, gain: float) -> None:
         super().__init__()
         self.weight = nn.Parameter(norm.weight.detach().float() + gain, False)
@@ -98,13 +100,15 @@ class Norm(nn.Module):
         if self.bias is None:  # with √(‖x‖² + n·eps) under x, which are fewer and shorter calls than torch's rms_norm
             self.weight.mul_(self.shape[-1] ** 0.5)
             self.least = torch.tensor((self.shape[-1] * self.eps) ** 0.5, dtype=torch.float32)
+        self.__dict__["_given"] = (self.weight, self.bias)  # as attributes a module would look them up, each time
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Over the last dimension."""
-        if self.bias is not None:
-            return functional.layer_norm(x, self.shape, self.weight, self.bias, self.eps)
+        weight, bias = self._given
+        if bias is not None:
+            return functional.layer_norm(x, self.shape, weight, bias, self.eps)
         size = torch.hypot(torch.linalg.vector_norm(x, 2, -1, True), self.least)
-        return (x / size).mul_(self.weight)
+        return (x / size).mul_(weight)
 
 
 class FusedBlock(nn.Module):
@@ -118,6 +122,8 @@ class FusedBlock(nn.Module):
     Raises:
         AttributeError: the block lacks a part that its layout names.
     """
+
+    _parts: tuple[Callable[[torch.Tensor], torch.Tensor], ...]
 
     def __init__(self, block: Any, pack: Packer, used: Callable[..., None]) -> None:
         super().__init__()
@@ -147,17 +153,22 @@ class FusedBlock(nn.Module):
         self.down = _packed(pack, used, down)
         self.query = _packed(pack, used, *query)
         self.out = _packed(pack, used, out)
+        products = (self.query.forward, self.out.forward, self.up.forward, self.down.forward)
+        sizes = tuple(_call(norm) for norm in (self.before, self.after, self.before_mlp, self.after_mlp))
+        self.__dict__["_parts"] = (*products, *sizes, self.act.forward)
 
     def forward(self, x: torch.Tensor, rows: Sequence[Rows], turn: Turn | None) -> torch.Tensor:
         """``[n, hidden]`` to the same shape, in float32; the sessions' KV grows by their rows.
 
-        Parts are called past ``nn.Module.__call__``: its price, seven times per block and token, shows.
+        Parts are called past ``nn.Module``, which looks for them by name and for hooks: the price of that, ten times per
+        block and token, shows.
 
         Args:
             turn: where the block rotates.
         """
         heads, kv_heads = self.heads, self.kv_heads
-        r = self.query.forward(_normed(self.before, x)).view(-1, heads + 2 * kv_heads, self.head_dim)
+        product, out, widen, narrow, before, after, before_mlp, after_mlp, act = self._parts
+        r = product(before(x)).view(-1, heads + 2 * kv_heads, self.head_dim)
         value = r[:, heads + kv_heads :]
         if self.q_norm is not None and self.k_norm is not None:
             turning = torch.cat([self.q_norm(r[:, :heads]), self.k_norm(r[:, heads : heads + kv_heads])], 1)
@@ -170,14 +181,14 @@ class FusedBlock(nn.Module):
             seen = self._decoded(query, key, value, rows)
         else:
             seen = torch.cat([self._attention(query, key, value, part) for part in rows])
-        x = x + _normed(self.after, self.out.forward(seen))
-        up = self.up.forward(_normed(self.before_mlp, x))
+        x = x + after(out(seen))
+        up = widen(before_mlp(x))
         if self.gated:
             gate, up = up.chunk(2, -1)
-            up = self.act(gate).mul_(up)
+            up = act(gate).mul_(up)
         else:
-            up = self.act(up)
-        return x + _normed(self.after_mlp, self.down.forward(up))
+            up = act(up)
+        return x + after_mlp(narrow(up))
 
     def _decoded(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, rows: Sequence[Rows]
@@ -228,5 +239,9 @@ def _merged(parts: Sequence[tuple[torch.Tensor, torch.Tensor | None]]) -> tuple[
     return torch.cat(weights), torch.cat([w.new_zeros(w.shape[0]) if b is None else b for w, b in parts])
 
 
-def _normed(norm: Norm | None, x: torch.Tensor) -> torch.Tensor:
-    return x if norm is None else norm.forward(x)
+def _call(norm: Norm | None) -> Callable[[torch.Tensor], torch.Tensor]:
+    return _same if norm is None else norm.forward
+
+
+def _same(x: torch.Tensor) -> torch.Tensor:
+    return x
