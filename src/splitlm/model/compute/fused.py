@@ -160,8 +160,8 @@ class FusedBlock(nn.Module):
     def forward(self, x: torch.Tensor, rows: Sequence[Rows], turn: Turn | None) -> torch.Tensor:
         """``[n, hidden]`` to the same shape, in float32; the sessions' KV grows by their rows.
 
-        Parts are called past ``nn.Module``, which looks for them by name and for hooks: the price of that, ten times per
-        block and token, shows.
+        Parts are called past ``nn.Module``, which looks for them by name and for hooks: what that costs, ten times for
+        each block and token, shows.
 
         Args:
             turn: where the block rotates.
