@@ -47,7 +47,7 @@ def tuned(model: str, text: Path, steps: int, folder: Path) -> None:
         loss.backward()
         optimizer.step()
         if step in (0, steps - 1):
-            print(f"step {step + 1}: loss {float(loss):.3f}", flush=True)
+            print(f"step {step + 1}: loss {loss.item():.3f}", flush=True)
     net.eval().save_pretrained(folder)
     tokenizer.save_pretrained(folder)
 
