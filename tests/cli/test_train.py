@@ -17,7 +17,9 @@ from .command import ROOT, Done, all_gone, left, run, start
 
 pytestmark = pytest.mark.usefixtures("forks")
 CONFIGS = ROOT / "configs"
-ROUNDS = 12
+ROUNDS = 16
+STEPS = {"u-shape": 6, "two-stage": 2}
+"""Of an owner in a round: 96 rows, two microbatches of 8 for each step; or two batches of 24."""
 """Of each demo."""
 DEMOS = {"u-shape": "demo-ushape.yaml", "two-stage": "demo-two-stage.yaml"}
 
@@ -56,14 +58,15 @@ def test_a_demo_trains_and_sums_up(demo: Demo) -> None:
     config = yaml.safe_load((demo.folder / "config.yaml").read_text())
     agreed = config["server"]["architecture"] == "u-shape"
     assert (found["rounds"], found["samples"], found["repeated"], found["lost"]) == (ROUNDS, ROUNDS * 2 * 96, 0, [])
-    assert found["windows"] == (3 * ROUNDS if agreed else 0)
-    assert found["loss_last"] < found["loss_first"] < 2.5  # of six classes: ln 6 is 1.79
+    assert found["windows"] == (STEPS["u-shape"] * ROUNDS if agreed else 0)
+    assert found["loss_last"] < 1.4 < found["loss_first"] < 2.5  # of six classes: ln 6 is 1.79
     assert [part["party"] for part in found["parts"]] == ["owner 0", "owner 1", "worker 0"]
     for part in found["parts"]:
         assert 0 < part["compute_s"] < found["seconds"]
         # A graph of the last stage of two lives within one step, and is never kept.
         assert 1 <= part["peak_live"] <= 4 if agreed or part["party"] != "worker 0" else part["peak_live"] == 0
-    assert found["scores"].keys() >= {"valid_loss", "accuracy"} and 0 <= found["scores"]["accuracy"] <= 1
+    assert found["scores"].keys() >= {"valid_loss", "accuracy"}
+    assert 0.3 < found["scores"]["accuracy"] <= 1, "a demo learns: chance is 1 in 6"
     lanes = found["bytes_by_lane"]
     # Hidden states of 16 samples of 64 wide floats and more, there and back.
     assert all(lanes[lane] > 100_000 for lane in ("activation", "gradient", "state"))
@@ -83,7 +86,9 @@ def test_a_demo_leaves_its_settings_metrics_and_logs(demo: Demo) -> None:
     kinds = [row["record"] for row in rows]
     assert kinds.count("round") == ROUNDS and kinds.count("party") == 3 * ROUNDS and kinds.count("owner") == 2
     windows = [row for row in rows if row["record"] == "window" and row["party"].startswith("owner")]
-    assert len(windows) == ROUNDS * 2 * 3 and all(row["loss"] > 0 for row in windows)
+    assert len(windows) == ROUNDS * 2 * STEPS[config["server"]["architecture"]] and all(
+        row["loss"] > 0 for row in windows
+    )
     with (folder / "metrics.csv").open(newline="") as file:
         assert [row["record"] for row in csv.DictReader(file)] == kinds
     for name in ("owner-0", "owner-1", "worker-0"):
@@ -143,7 +148,7 @@ def test_the_closing_summary_in_words(tmp_path: Path) -> None:
     done = run("train", CONFIGS / "demo-ushape.yaml", "--local", "--folder", folder, *options)
     assert done.code == 0, done.err
     lines = done.out.splitlines()
-    assert lines[0].startswith("2 rounds, 2 windows, 64 samples in ")
+    assert lines[0].startswith("2 rounds, 4 windows, 64 samples in ")
     assert any(line.startswith("loss ") and " → " in line for line in lines)
     assert any(line.startswith("bytes ") and "activations" in line and "gradients" in line for line in lines)
     assert any("party" in line and "computing" in line and "waiting" in line for line in lines)
