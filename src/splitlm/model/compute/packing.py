@@ -170,7 +170,7 @@ def _release(*modules: nn.Module) -> None:
     """Give the weights of what was packed back now, to the system too.
 
     Modules hang in circles and wait for the garbage collector; and the C library would keep what lies between pieces
-    that stay, some 50 MiB of a small model.
+    that stay.
     """
     for param in (param for module in modules for param in module.parameters()):
         param.data = torch.empty(0, dtype=param.dtype)
