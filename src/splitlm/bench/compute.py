@@ -11,6 +11,7 @@ from splitlm.bench import llamacpp
 from splitlm.bench.arm import Arm
 from splitlm.bench.comparison import STAGES, Comparison, Comparisons, Plan
 from splitlm.bench.figure import Figure, Goal, figure, left_out, ratios
+from splitlm.bench.streamed import hop, streamed
 from splitlm.bench.turns import interleave
 
 UNCUT = {"fast": Goal(">=", 3.0, 3.6), "int8 (native)": Goal(">=", 4.0)}
@@ -64,30 +65,9 @@ def stream(plan: Plan) -> list[Figure]:
         sides = {"ring": ring, "uncut": alone, "bare": bare}
         samples = arms.turns({name: partial(arm.rate, tokens=plan.tokens) for name, arm in sides.items()})
         seen = ring.run("finish")
-    p50, p90, count = seen["hops"]
-    compute = ", ".join(f"{ms:.2f} ms" for ms in seen["compute"].values())
     return [
-        figure(
-            "stream",
-            f"one stream, ring of {STAGES} ÷ our uncut loop, tokens/s, both {plan.compute}",
-            ratios(samples, "ring", "uncut"),
-            goal=Goal(">=", 0.85, 0.95),
-            note=f"cuts {','.join(map(str, ring.told['cuts']))}, median compute per stage {compute}",
-        ),
-        figure(
-            "stream-ceiling",
-            "the same stages over blocking sockets, no loop, no trace ÷ our uncut loop",
-            ratios(samples, "bare", "uncut"),
-        ),
-        Figure(
-            name="hop",
-            text="hop beyond compute, loopback, p50 (high: p90)",
-            value=p50,
-            low=p50,
-            high=p90,
-            count=count,
-            unit="ms",
-        ),
+        *streamed(samples, ring.told["cuts"], seen, f"both {plan.compute}", Goal(">=", 0.85, 0.95)),
+        hop(seen),
         figure(
             "memory",
             "peak memory beyond the imports ÷ its bound (weights and KV once, one tensor, a chunk, 64 MiB), per stage",

@@ -6,6 +6,7 @@ import os
 
 from splitlm.bench.comparison import STAGES, Comparison, Comparisons, Plan
 from splitlm.bench.figure import Figure, Goal, figure, ratios
+from splitlm.bench.streamed import hop, streamed
 from splitlm.bench.windows import WINDOWS
 
 HOP_SAMPLES = 300
@@ -36,36 +37,14 @@ def stream(plan: Plan) -> list[Figure]:
             }
         )
         seen = ring.run("finish")
-    p50, p90, count = seen["hops"]
+    p50 = seen["hops"][0]
     unit = sorted(samples["echo"])[len(samples["echo"]) // 2]
     each = ", ".join(f"{name} {ms:.3f} ms" for name, ms in seen["each_hop"].items())
-    compute = ", ".join(f"{ms:.2f} ms" for ms in seen["compute"].values())
     bare_hop = sorted(hops)[len(hops) // 2]
     return [
-        figure(
-            "stream",
-            f"one stream, ring of {STAGES} ÷ our uncut loop, tokens/s, exact fp32",
-            ratios(samples, "ring", "uncut"),
-            goal=Goal(">=", 0.95, 0.97),
-            note=f"cuts {','.join(map(str, ring.told['cuts']))}, median compute per stage {compute}",
-        ),
-        figure(
-            "stream-ceiling",
-            "the same stages over blocking sockets, no loop, no trace ÷ our uncut loop",
-            ratios(samples, "bare", "uncut"),
-        ),
+        *streamed(samples, ring.told["cuts"], seen, "exact fp32", Goal(">=", 0.95, 0.97)),
         figure("stream-bare", "our ring ÷ the bare-socket ring", ratios(samples, "ring", "bare")),
-        Figure(
-            name="hop",
-            text="hop beyond compute, loopback, p50 (high: p90)",
-            value=p50,
-            low=p50,
-            high=p90,
-            count=count,
-            unit="ms",
-            goal=Goal("<=", 0.3, 0.2),
-            note=f"medians: {each}; bare-socket ring {bare_hop:.3f} ms",
-        ),
+        hop(seen, Goal("<=", 0.3, 0.2), f"medians: {each}; bare-socket ring {bare_hop:.3f} ms"),
         figure(
             "hop-echo",
             f"the same hop ÷ one way of a bare echo of {plan.frame_bytes} bytes",
