@@ -17,7 +17,6 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import CancelledError, Future
 from contextlib import closing, suppress
-from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -29,6 +28,7 @@ from splitlm.core.cut import Cut
 from splitlm.core.errors import SplitlmError, UsageError
 from splitlm.core.sampling import FinishReason, Sampling
 from splitlm.core.shifts import Shift
+from splitlm.infer.generation import Generation as Generation
 from splitlm.infer.head import Head
 from splitlm.infer.request import Request, TokenOut, seeded
 from splitlm.infer.text import TextStream
@@ -41,24 +41,6 @@ from splitlm.node.settings import RingSettings, StageReport
 from splitlm.node.thread import LoopThread, not_open
 from splitlm.node.window import Boundary
 from splitlm.telemetry.record import Migration
-
-
-@dataclass
-class Generation:
-    """A finished generation.
-
-    Attributes:
-        text: without special tokens and stop strings.
-        tokens: ids, the ending one included; ``logits`` one ``[vocab]`` tensor for each, where asked for.
-        seed: with which sampling repeats it, given or drawn; None where decoding was greedy.
-    """
-
-    text: str
-    tokens: list[int]
-    finish: FinishReason
-    prompt_tokens: int
-    logits: list[torch.Tensor] = field(default_factory=list)
-    seed: int | None = None
 
 
 class Ring:
