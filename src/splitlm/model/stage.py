@@ -17,7 +17,7 @@ from splitlm.model.compute.choice import kind_of
 from splitlm.model.compute.exact import ExactEngine
 from splitlm.model.compute.fast import FusedEngine
 from splitlm.model.compute.packing import Packing
-from splitlm.model.compute.products import products
+from splitlm.model.compute.products import Kind, products
 from splitlm.model.load import Loader, ModelFiles
 from splitlm.model.part import Part
 from splitlm.model.skeleton import set_blocks
@@ -217,19 +217,19 @@ class Moved:
 
 
 def build_stages(
-    files: ModelFiles, segments: Sequence[Segment], *, loader: Loader = "shard", compute: str = "exact"
+    files: ModelFiles, segments: Sequence[Segment], *, loader: Loader = "shard", compute: str | Kind = "exact"
 ) -> list[Stage]:
     """The stages of one node, weights loaded, sharing what they can (see ``ModelFiles.load`` for errors).
 
     Args:
-        compute: an engine that this machine has (``compute/choice.py``).
+        compute: an engine that this machine has (``compute/choice.py``), or what was tried already.
 
     Raises:
         UsageError: it has not.
     """
     if compute == "exact":
         return [Stage(part, files, ExactEngine(part, files.family)) for part in files.load(segments, loader)]
-    packing = Packing(kind_of(compute), files.family)
+    packing = Packing(kind_of(compute) if isinstance(compute, str) else compute, files.family)
     parts = files.load(segments, loader, packing)
     return [Stage(part, files, _packed_engine(part, files, packing), packing) for part in parts]
 

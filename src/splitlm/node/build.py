@@ -85,7 +85,7 @@ def build_node(files: ModelFiles, cut: Cut, node: int, name: str, settings: Buil
     before = peak_rss_bytes()
     segments = cut.held_by(node)
     choice = choose(settings.compute)
-    stages = build_stages(files, segments, loader=settings.loader, compute=choice.name)
+    stages = build_stages(files, segments, loader=settings.loader, compute=choice.kind or choice.name)
     packing = stages[0].packing
     if settings.pace_ms:
         for stage in stages:

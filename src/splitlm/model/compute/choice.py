@@ -17,11 +17,13 @@ class Choice:
         name: of the engine.
         why: empty where it is the one that was asked for.
         aside: why the best products of this engine do not work here, where others stand in for them.
+        kind: how it packs, which was tried; None for ``exact``.
     """
 
     name: str
     why: str = ""
     aside: str = ""
+    kind: Kind | None = None
 
 
 def need(asked: str) -> Choice:
@@ -50,7 +52,7 @@ def choose(asked: str) -> Choice:
         return Choice(asked)
     found = KINDS[asked].trial()
     if found.kind is not None:
-        return Choice(asked, aside=found.why)
+        return Choice(asked, aside=found.why, kind=found.kind)
     if asked == "fast":
         return Choice("exact", found.why)
     raise _lacking(asked, found.why)
