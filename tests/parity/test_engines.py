@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from splitlm.core.cut import make_cut
 from splitlm.model.compute.base import Job
 from splitlm.model.compute.fast import FusedEngine
 from splitlm.model.compute.fused import LAYOUTS, Turn
+from splitlm.model.compute.native.decoder import Decoder, decoder
 from splitlm.model.compute.products import HALF_BLOCK, HALF_MAX, KINDS, PlainProduct, products
 from splitlm.model.load import ModelFiles
 from splitlm.model.stage import Stage, Step, build_stages
@@ -182,6 +184,35 @@ def test_who_shares_a_step_changes_no_bit(name: str, compute: str, half: Callabl
     start()
     (plain,) = stages[0].forward_many([one])
     assert mixed[0] is not None and plain is not None and torch.equal(mixed[0], plain)
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2", "gemma3", "qwen3"])
+def test_without_a_compiler_it_is_the_same_engine(
+    name: str, half: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("splitlm.model.compute.fused.decoder", lambda: None)
+    true, stage = whole(half(name), "exact"), whole(half(name), "fast")
+    assert isinstance(stage.engine, FusedEngine)
+    assert (logits([true], some_ids(1)) - logits([stage], some_ids(1))).abs().max() <= BOUND
+    test_who_shares_a_step_changes_no_bit(name, "fast", half)
+
+
+@pytest.mark.skipif(decoder() is None, reason="this machine has no C++ compiler")
+@pytest.mark.parametrize("mutant", ["attend", "norm", "activate"])
+def test_compiled_steps_that_are_wrong_show(
+    mutant: str, half: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first block's trial sees each of them, those of a single row too."""
+    assert isinstance(whole(half("llama"), "fast").engine, FusedEngine)
+    real = getattr(Decoder, mutant)
+
+    def off(self: Decoder, *given: Any) -> Any:
+        if mutant == "attend":
+            return real(self, *given[:5], max(1, given[5] - 1), given[6])  # as if the row did not see the last one
+        return real(self, *given) * 1.1
+
+    monkeypatch.setattr(Decoder, mutant, off)
+    assert "linear layers only" in whole(half("llama"), "fast").engine.name
 
 
 @pytest.mark.parametrize("engines", [("exact", "fast"), ("fast", "exact")])

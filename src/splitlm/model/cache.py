@@ -89,20 +89,35 @@ class BlockKV(CacheLayerMixin):  # type: ignore[misc]
 
         Every token takes this way once for each block and session: with as few calls as can be.
         """
-        before, first = self._rows, self._start
-        end = first + before
-        if self._k is None or self._v is None or end >= self._k.shape[0]:
-            return self.update(key.to(dtype).unsqueeze(1).unsqueeze(0), value.to(dtype).unsqueeze(1).unsqueeze(0))
+        k, v, first, rows = self.place(key.shape, dtype)
         if self._laid is None:
-            self._laid = self._k.transpose(0, 1).unsqueeze(0), self._v.transpose(0, 1).unsqueeze(0)
-        self._k.select(0, end).copy_(key)
-        self._v.select(0, end).copy_(value)
+            self._laid = k.transpose(0, 1).unsqueeze(0), v.transpose(0, 1).unsqueeze(0)
+        k.select(0, first + rows - 1).copy_(key)
+        v.select(0, first + rows - 1).copy_(value)
+        return self._laid[0].narrow(2, first, rows), self._laid[1].narrow(2, first, rows)
+
+    def place(self, shape: Sequence[int], dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, int, int]:
+        """Room for one more row, which counts as there from now on: the caller writes it.
+
+        Args:
+            shape: of a row, ``[kv_heads, head_dim]``.
+
+        Returns:
+            The buffers of keys and values, the first row in them that the new one sees, and how many it sees: itself
+            is the last. Valid until the next update.
+        """
+        before, first = self._rows, self._start
+        if self._k is None or self._v is None or first + before >= self._k.shape[0]:
+            like = torch.empty(0, *shape, dtype=dtype)
+            self._resize(like, like, before + 1)
+            first = 0
         self.seen += 1
+        self.is_initialized = True
         if self.window is None or before + 1 < self.window:
             self._rows = before + 1
         else:
             self._start = first + 1
-        return self._laid[0].narrow(2, first, before + 1), self._laid[1].narrow(2, first, before + 1)
+        return cast(torch.Tensor, self._k), cast(torch.Tensor, self._v), first, before + 1
 
     def take(self, first: int, limit: int) -> tuple[torch.Tensor, torch.Tensor, int]:
         """A copy of up to ``limit`` rows from absolute position ``first`` on, for another node.

@@ -16,6 +16,8 @@ from torch.nn import functional
 
 from splitlm.model.cache import SessionCache
 from splitlm.model.compute.attention import attend, rotate, visible
+from splitlm.model.compute.compiled import RowAttention
+from splitlm.model.compute.native.decoder import act_of, decoder
 from splitlm.model.compute.products import Product
 
 
@@ -97,9 +99,11 @@ class Norm(nn.Module):
         found = [getattr(norm, name) for name in ("variance_epsilon", "eps") if hasattr(norm, name)]
         self.eps = float(found[0])
         self.shape = tuple(self.weight.shape)
+        self.least = self.shape[-1] * self.eps
         if self.bias is None:  # with √(‖x‖² + n·eps) under x, which are fewer and shorter calls than torch's rms_norm
             self.weight.mul_(self.shape[-1] ** 0.5)
-            self.least = torch.tensor((self.shape[-1] * self.eps) ** 0.5, dtype=torch.float32)
+            self.root = torch.tensor(self.least**0.5, dtype=torch.float32)
+        self._compiled = decoder()
         self.__dict__["_given"] = (self.weight, self.bias)  # as attributes a module would look them up, each time
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -107,8 +111,16 @@ class Norm(nn.Module):
         weight, bias = self._given
         if bias is not None:
             return functional.layer_norm(x, self.shape, weight, bias, self.eps)
-        size = torch.hypot(torch.linalg.vector_norm(x, 2, -1, True), self.least)
+        size = torch.hypot(torch.linalg.vector_norm(x, 2, -1, True), self.root)
         return (x / size).mul_(weight)
+
+    def of_rows(self) -> Callable[[torch.Tensor], torch.Tensor]:
+        """``forward`` for ``[n, hidden]``, compiled where it can be."""
+        weight, bias = self._given
+        compiled = self._compiled
+        if bias is not None or compiled is None:
+            return self.forward
+        return lambda x: compiled.norm(x, weight, self.least)
 
 
 class FusedBlock(nn.Module):
@@ -124,6 +136,7 @@ class FusedBlock(nn.Module):
     """
 
     _parts: tuple[Callable[[torch.Tensor], torch.Tensor], ...]
+    _row: RowAttention | None
 
     def __init__(self, block: Any, pack: Packer, used: Callable[..., None]) -> None:
         super().__init__()
@@ -155,7 +168,9 @@ class FusedBlock(nn.Module):
         self.out = _packed(pack, used, out)
         products = (self.query.forward, self.out.forward, self.up.forward, self.down.forward)
         sizes = tuple(_call(norm) for norm in (self.before, self.after, self.before_mlp, self.after_mlp))
-        self.__dict__["_parts"] = (*products, *sizes, self.act.forward)
+        self.__dict__["_parts"] = (*products, *sizes, _activation(self.act.forward, self.gated))
+        compiled = decoder() if self.softcap is None and self.dtype is torch.float32 else None
+        self.__dict__["_row"] = None if compiled is None else RowAttention(compiled, self)
 
     def forward(self, x: torch.Tensor, rows: Sequence[Rows], turn: Turn | None) -> torch.Tensor:
         """``[n, hidden]`` to the same shape, in float32; the sessions' KV grows by their rows.
@@ -166,29 +181,42 @@ class FusedBlock(nn.Module):
         Args:
             turn: where the block rotates.
         """
-        heads, kv_heads = self.heads, self.kv_heads
         product, out, widen, narrow, before, after, before_mlp, after_mlp, act = self._parts
-        r = product(before(x)).view(-1, heads + 2 * kv_heads, self.head_dim)
-        value = r[:, heads + kv_heads :]
+        x = x + after(out(self._attended(product(before(x)), rows, turn)))
+        return x + after_mlp(narrow(act(widen(before_mlp(x)))))
+
+    def _attended(self, r: torch.Tensor, rows: Sequence[Rows], turn: Turn | None) -> torch.Tensor:
+        """``[n, (heads + 2 kv_heads) * head_dim]``, neither normed nor rotated yet, to ``[n, heads * head_dim]``.
+
+        How a session's rows are computed depends on their number alone, not on what else is in the step.
+        """
+        if self._row is None:
+            query, key, value = self._turned(r, turn)
+            if self.softcap is None and len(rows) == len(r):
+                return self._decoded(query, key, value, rows)
+            return torch.cat([self._attention(query, key, value, part) for part in rows])
+        r = r.contiguous()
+        seen = torch.empty(len(r), self.heads * self.head_dim, dtype=torch.float32)
+        for part in rows:
+            if part.end == part.begin + 1:
+                self._row(r, part.begin, turn, part.cache.by_block[self.index], seen)
+            else:
+                some = slice(part.begin, part.end)
+                new = self._turned(r[some], None if turn is None else (turn[0][some], turn[1][some]))
+                seen[some] = self._attention(*new, Rows(0, part.end - part.begin, part.cache))
+        return seen
+
+    def _turned(self, r: torch.Tensor, turn: Turn | None) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Queries, keys and values ``[n, their heads, head_dim]``, normed and rotated where the block does that."""
+        heads, kv_heads = self.heads, self.kv_heads
+        r = r.view(-1, heads + 2 * kv_heads, self.head_dim)
         if self.q_norm is not None and self.k_norm is not None:
             turning = torch.cat([self.q_norm(r[:, :heads]), self.k_norm(r[:, heads : heads + kv_heads])], 1)
         else:
             turning = r[:, : heads + kv_heads]
         if turn is not None:
             turning = rotate(turning, *turn)
-        query, key = turning[:, :heads], turning[:, heads:]
-        if self.softcap is None and len(rows) == len(x):
-            seen = self._decoded(query, key, value, rows)
-        else:
-            seen = torch.cat([self._attention(query, key, value, part) for part in rows])
-        x = x + after(out(seen))
-        up = widen(before_mlp(x))
-        if self.gated:
-            gate, up = up.chunk(2, -1)
-            up = act(gate).mul_(up)
-        else:
-            up = act(up)
-        return x + after_mlp(narrow(up))
+        return turning[:, :heads], turning[:, heads:], r[:, heads + kv_heads :]
 
     def _decoded(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, rows: Sequence[Rows]
@@ -240,8 +268,21 @@ def _merged(parts: Sequence[tuple[torch.Tensor, torch.Tensor | None]]) -> tuple[
 
 
 def _call(norm: Norm | None) -> Callable[[torch.Tensor], torch.Tensor]:
-    return _same if norm is None else norm.forward
+    return _same if norm is None else norm.of_rows()
 
 
 def _same(x: torch.Tensor) -> torch.Tensor:
     return x
+
+
+def _activation(act: Callable[[torch.Tensor], torch.Tensor], gated: bool) -> Callable[[torch.Tensor], torch.Tensor]:
+    """From what the MLP's way in gives to what its way out takes, compiled where it can be."""
+    compiled, number = decoder(), act_of(act)
+    if compiled is not None and number is not None:
+        return lambda up: compiled.activate(up, number, gated)
+    return (lambda up: _gate(act, up)) if gated else act
+
+
+def _gate(act: Callable[[torch.Tensor], torch.Tensor], up: torch.Tensor) -> torch.Tensor:
+    gate, up = up.chunk(2, -1)
+    return act(gate).mul_(up)

@@ -17,6 +17,7 @@ from splitlm.model.compute.products import Kind, PlainProduct, Product
 from splitlm.model.family import Family
 
 TRIAL_ROWS = 5
+_PARTS = (slice(0, TRIAL_ROWS - 1), slice(TRIAL_ROWS - 1, TRIAL_ROWS))
 COUNTED_ROWS = 16
 """Of so many rows one is looked at for numbers that float16 does not hold exactly."""
 
@@ -208,7 +209,14 @@ def _agrees(block: nn.Module, made: FusedBlock, base: Any, error: float) -> bool
     true = block(x.to(weight.dtype).unsqueeze(0), **given)
     true = (true[0] if isinstance(true, tuple) else true)[0].float()
     cache = SessionCache([made.index], [None])
-    ours = made(x, [Rows(0, TRIAL_ROWS, cache)], turn)
+    # Some rows at once, and one that sees them: what a prompt and what a token takes are not the same.
+    turns = (None, None) if turn is None else tuple((turn[0][some], turn[1][some]) for some in _PARTS)
+    ours = torch.cat(
+        [
+            made(x[some], [Rows(0, some.stop - some.start, cache)], part)
+            for some, part in zip(_PARTS, turns, strict=True)
+        ]
+    )
     # What the block adds: its input would hide a wrong half.
     worst, scale = (ours - true).abs().max(), (true - x).abs().max()
     rounding = torch.finfo(weight.dtype).eps * true.abs().max()

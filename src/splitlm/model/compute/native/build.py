@@ -1,4 +1,4 @@
-"""Compiles ``products.cpp`` for this processor, once, into a folder that only the user may write.
+"""Compiles the ``.cpp`` files beside it for this processor, once, into a folder that only the user may write.
 
 A library is named after what it was made of (source, flags, processor) and after its own bytes; only one whose name
 holds for both is ever loaded. One process builds at a time: it holds a lock that its compiler inherits, so that a
@@ -22,7 +22,7 @@ from pathlib import Path
 from splitlm.core.errors import SplitlmError, UsageError
 from splitlm.model.source import cache_folder
 
-SOURCE = Path(__file__).with_name("products.cpp")
+SOURCES = tuple(Path(__file__).with_name(name) for name in ("products.cpp", "decode.cpp"))
 COMPILERS = ("c++", "g++", "clang++")
 FLAGS = (
     "-std=c++17",
@@ -121,7 +121,7 @@ def _compiled(where: Path, program: str, flags: Sequence[str], lock: int, patien
     try:
         said = ""
         for variant in VARIANTS:
-            command = [program, *FLAGS, *variant, *flags, str(SOURCE), "-o", str(made)]
+            command = [program, *FLAGS, *variant, *flags, *map(str, SOURCES), "-o", str(made)]
             wrong = _run(command, scratch, lock, patience_s)
             if not wrong and made.is_file():
                 content = made.read_bytes()
@@ -211,7 +211,11 @@ def _check_owner(path: Path, others: int) -> None:
 
 
 def _name(flags: Sequence[str]) -> str:
-    made_of = [SOURCE.read_text(encoding="utf-8"), repr((FLAGS, VARIANTS, tuple(flags))), _processor()]
+    made_of = [
+        *(source.read_text(encoding="utf-8") for source in SOURCES),
+        repr((FLAGS, VARIANTS, tuple(flags))),
+        _processor(),
+    ]
     return f"products-{_digest(chr(0).join(made_of).encode())}"
 
 
