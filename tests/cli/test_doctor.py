@@ -98,6 +98,16 @@ def test_engines_are_told_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "no such product" in found["engine int4"].text
 
 
+def test_an_engine_without_compiled_steps_says_what_it_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
+    from splitlm.model.compute.choice import Choice
+
+    monkeypatch.setattr("splitlm.model.compute.choice.choose", Choice)
+    monkeypatch.setattr("splitlm.model.compute.native.library.prepare", lambda: "there is no C++ compiler")
+    found = {finding.name: finding for finding in checkup.engines()}
+    assert found["engine fast"].verdict == "ok" and "faster with a C++ compiler" in found["engine fast"].text
+    assert found["engine exact"].text == "it works here"
+
+
 def test_folders_that_cannot_be_written_fail(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Below a file there is no folder; a full disk is warned of."""
     (tmp_path / "file").write_text("")

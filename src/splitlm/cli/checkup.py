@@ -80,6 +80,7 @@ def engines() -> list[Finding]:
     with held():
         try:
             from splitlm.model.compute.choice import choose
+            from splitlm.model.compute.native.library import prepare
         except ImportError as error:
             return [Finding("engine exact", "fail", " ".join(str(error).split()))]
     found = []
@@ -95,7 +96,9 @@ def engines() -> list[Finding]:
         elif chosen.aside:
             found.append(Finding(f"engine {name}", "warn", f"it works, with slower products ({chosen.aside})"))
         else:
-            found.append(Finding(f"engine {name}", "ok", "it works here"))
+            slower = prepare() if name != "exact" else ""
+            text = f"it works here, and would be faster with a C++ compiler ({slower})" if slower else "it works here"
+            found.append(Finding(f"engine {name}", "ok", text))
     return found
 
 
