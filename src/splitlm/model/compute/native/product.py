@@ -1,4 +1,4 @@
-"""A linear layer with 8-bit weights in blocks of 32, multiplied by the compiled products."""
+"""A linear layer with 8-bit weights in blocks of 16, multiplied by the compiled products."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from splitlm.model.compute.packed import Product
 
 
 class BlockProduct(Product):
-    """Weights and activations in int8, each block of 32 of a row with a scale of its own; float32 sums.
+    """Weights and activations in int8, each block of 16 of a row with a scale of its own; float32 sums.
 
     A row does not depend on those beside it, to the bit. A row with a number that is not finite gives only such.
 

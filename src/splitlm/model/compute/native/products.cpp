@@ -1,12 +1,12 @@
 // Products of weights in 8 bits: x [rows, columns] times weight [outputs, columns] transposed, plus bias.
 //
-// Weights and activations are cut along their columns into blocks of 32; a block of one row is 32 whole numbers and a
+// Weights and activations are cut along their columns into blocks of 16; a block of one row is 16 whole numbers and a
 // scale. Weights are -127 to 127; activations, which cost no memory, are 128 times as fine (kFine). The products of two
 // blocks are added up in 32-bit whole numbers, so exactly; the sums of blocks are scaled and added in float32, always
 // from the first block to the last. So a row of x gives the same bits whatever rows are beside it and however many
 // threads compute.
 //
-// A tile is 16 rows of weights. Of each block of a tile, its scales come first, then 8 times the 4 bytes of every row
+// A tile is 16 rows of weights. Of each block of a tile, its scales come first, then 4 times the 4 bytes of every row
 // that meet the same 4 activations: what one vector instruction takes. Weights are stored with 128 added, since that
 // instruction wants one side unsigned; what that adds to a sum is known from the activations alone, and is taken off
 // where the sum begins ("start"); others take the 128 off again. Rows and columns that fill up tiles and blocks are
@@ -34,7 +34,7 @@
 
 namespace {
 
-constexpr int kBlock = 32;                // columns that share a scale
+constexpr int kBlock = 16;                // columns that share a scale
 constexpr int kTile = 16;                 // rows of weights in a tile
 constexpr int kStep = 4;                  // columns that one instruction adds up
 constexpr int kSteps = kBlock / kStep;
@@ -49,7 +49,7 @@ struct Weights {  // a block of a tile
   float scale[kTile];
   uint8_t value[kSteps][kTile][kStep];
 };
-static_assert(sizeof(Weights) == 576, "no holes");
+static_assert(sizeof(Weights) == 320, "no holes");
 
 int64_t parts(int64_t whole, int64_t size) { return (whole + size - 1) / size; }
 
@@ -88,7 +88,7 @@ float rounded(const float* from, int64_t count, int top, int16_t* to) {
 #if defined(SPLITLM_AVX512)
 
 constexpr const char* kLevel = "avx512-vnni";
-constexpr int kWide = 16, kRows = 8, kPasses = 2;
+constexpr int kWide = 16, kRows = 4, kPasses = 2;
 using Value = int8_t;
 using Dot = __m512i;
 using Sum = __m512;
@@ -231,7 +231,7 @@ struct Activations {  // a block of a row
   int32_t start;  // what adding 128 to each weight adds, taken off; divided by 128, since it is shifted
   Value value[kPasses][kBlock];
 };
-static_assert(sizeof(Activations) == 72, "no holes");
+static_assert(sizeof(Activations) == 40, "no holes");
 
 void quantise(const float* x, int64_t columns, Activations* to) {
   for (int64_t from = 0; from < columns; from += kBlock, ++to) {
