@@ -17,7 +17,7 @@ import pytest
 import torch
 from transformers.activations import ACT2FN
 
-from splitlm.core.errors import UsageError
+from splitlm.core.errors import ProtocolError, UsageError
 from splitlm.model.cache import GROWTH_ROWS, BlockKV
 from splitlm.model.compute.attention import rotate
 from splitlm.model.compute.compiled import RowAttention
@@ -157,6 +157,7 @@ def test_threads_and_places_change_no_bit(steps: Decoder, two_threads: None) -> 
         return out[row]
 
     true = found(1, 0)
+    assert near(true, case.true(rows[1].view(12, 64), 1, *long))
     assert all(torch.equal(found(threads, row), true) for threads in (1, 2) for row in range(3))
 
 
@@ -168,6 +169,15 @@ def test_numbers_that_are_not_finite_stay_so(steps: Decoder) -> None:
         row[0, place] = math.nan
         RowAttention(steps, case.block)(row, 0, None, kv, out)
         assert [bool(part.isnan().any()) for part in out.view(2, 16)] == [head in hurt for head in range(2)]
+
+
+@pytest.mark.parametrize("given", [((1, 16), torch.bfloat16), ((2, 16), torch.float32), ((1, 8), torch.float32)])
+def test_a_row_that_does_not_fit_those_before_it_is_refused(given: tuple[tuple[int, int], torch.dtype]) -> None:
+    kv = BlockKV()
+    kv.place((1, 16), torch.float32)
+    with pytest.raises(ProtocolError, match="KV row"):
+        kv.place(*given)
+    assert kv.seen == 1
 
 
 def test_a_file_that_is_no_library(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import signal
 import subprocess
@@ -12,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from splitlm.core.errors import UsageError
-from splitlm.model.compute.native.build import build, find, this_compiler
-from splitlm.model.compute.native.library import Library
+from splitlm.model.compute.native.build import REMEMBERED_S, VARIANTS, build, find, forget_failures, this_compiler
+from splitlm.model.compute.native.library import Library, library, prepare
 
 needs_compiler = pytest.mark.skipif(this_compiler() is None, reason="this machine has no C++ compiler")
 BUILD = "import sys; from pathlib import Path; from splitlm.model.compute.native.build import build; "
@@ -128,7 +129,56 @@ def test_a_compiler_that_fails_is_told_in_one_paragraph(tmp_path: Path, text: st
     with pytest.raises(UsageError, match=says) as caught:
         build(tmp_path / "n", compiler=script(tmp_path / "cc", text))
     assert "\n" not in str(caught.value) and "g++" in str(caught.value)
-    assert [p.name for p in (tmp_path / "n").iterdir()] == ["lock"]
+    assert {p.suffix for p in (tmp_path / "n").iterdir()} == {"", ".failed"}
+
+
+def test_a_failure_is_remembered_until_the_compiler_is_another_or_it_is_forgotten(tmp_path: Path) -> None:
+    compiler = script(tmp_path / "cc", "exit 3")
+    for _ in range(3):
+        with pytest.raises(UsageError, match="it did not say why"):
+            build(tmp_path / "n", compiler=compiler)
+    once = calls(compiler)
+    assert once == len(VARIANTS)
+    forget_failures(tmp_path / "n")
+    with pytest.raises(UsageError, match="it did not say why"):
+        build(tmp_path / "n", compiler=compiler)
+    assert calls(compiler) == 2 * once
+    (note,) = (tmp_path / "n").glob("*.failed")
+    os.utime(note, (time.time() - REMEMBERED_S - 9,) * 2)
+    with pytest.raises(UsageError, match="it did not say why"):
+        build(tmp_path / "n", compiler=compiler)
+    assert calls(compiler) == 3 * once
+    note.write_text("torn")
+    with pytest.raises(UsageError, match="it did not say why"):
+        build(tmp_path / "n", compiler=compiler)
+    assert calls(compiler) == 4 * once
+    if this_compiler() is not None:
+        assert Library(build(tmp_path / "n", compiler=script(tmp_path / "cc", f'exec {this_compiler()} "$@"'))).level
+
+
+def test_processes_that_start_together_wait_for_a_broken_compiler_once(tmp_path: Path) -> None:
+    compiler = script(tmp_path / "cc", "sleep 0.5\nexit 1")
+    processes = [start(tmp_path / "n", compiler) for _ in range(3)]
+    said = [process.communicate(timeout=120) for process in processes]
+    assert all(process.returncode for process in processes) and calls(compiler) == len(VARIANTS), said
+
+
+@needs_compiler
+def test_a_library_that_cannot_be_loaded_here_is_built_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("splitlm.model.compute.native.library.folder", lambda: tmp_path / "n")
+    path = build(tmp_path / "n")
+    bad = b"\x7fELF of another system"
+    path.rename(path.with_name(f"{path.stem.rpartition('-')[0]}-{hashlib.sha256(bad).hexdigest()[:16]}.so"))
+    (bad_path,) = (tmp_path / "n").glob("*.so")
+    bad_path.write_bytes(bad)
+    assert find(tmp_path / "n") == bad_path
+    prepare.cache_clear()
+    library.cache_clear()
+    try:
+        assert prepare() == "" and find(tmp_path / "n") == path and library().level
+    finally:
+        prepare.cache_clear()
+        library.cache_clear()
 
 
 def test_a_compiler_that_hangs_is_ended(tmp_path: Path) -> None:

@@ -80,9 +80,10 @@ def engines() -> list[Finding]:
     with held():
         try:
             from splitlm.model.compute.choice import choose
-            from splitlm.model.compute.native.library import prepare
+            from splitlm.model.compute.native.library import forget, prepare
         except ImportError as error:
             return [Finding("engine exact", "fail", " ".join(str(error).split()))]
+    forget()
     found = []
     for name in ENGINES:
         try:
@@ -97,7 +98,7 @@ def engines() -> list[Finding]:
             found.append(Finding(f"engine {name}", "warn", f"it works, with slower products ({chosen.aside})"))
         else:
             slower = prepare() if name != "exact" else ""
-            text = f"it works here, and would be faster with a C++ compiler ({slower})" if slower else "it works here"
+            text = f"it works here, more slowly than it could ({slower})" if slower else "it works here"
             found.append(Finding(f"engine {name}", "ok", text))
     return found
 

@@ -105,8 +105,12 @@ class BlockKV(CacheLayerMixin):  # type: ignore[misc]
         Returns:
             The buffers of keys and values, the first row in them that the new one sees, and how many it sees: itself
             is the last. Valid until the next update.
+
+        Raises:
+            ProtocolError: the rows kept so far are of another shape or element type.
         """
         before, first = self._rows, self._start
+        self._check(shape, dtype)
         if self._k is None or self._v is None or first + before >= self._k.shape[0]:
             like = torch.empty(0, *shape, dtype=dtype)
             self._resize(like, like, before + 1)
@@ -118,6 +122,13 @@ class BlockKV(CacheLayerMixin):  # type: ignore[misc]
         else:
             self._start = first + 1
         return cast(torch.Tensor, self._k), cast(torch.Tensor, self._v), first, before + 1
+
+    def _check(self, shape: Sequence[int], dtype: torch.dtype) -> None:
+        for kept in (self._k, self._v):
+            if kept is not None and (kept.dtype is not dtype or kept.shape[1:] != shape):
+                raise ProtocolError(
+                    f"A KV row of {list(shape)} {dtype} came to rows of {list(kept.shape[1:])} {kept.dtype}"
+                )
 
     def take(self, first: int, limit: int) -> tuple[torch.Tensor, torch.Tensor, int]:
         """A copy of up to ``limit`` rows from absolute position ``first`` on, for another node.

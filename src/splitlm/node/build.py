@@ -11,6 +11,7 @@ from splitlm.core.cut import Cut
 from splitlm.infer.meter import Meter
 from splitlm.infer.relay import Relay
 from splitlm.model.compute.choice import choose
+from splitlm.model.compute.native.library import prepare
 from splitlm.model.compute.paced import PacedEngine
 from splitlm.model.compute.products import products
 from splitlm.model.load import Loader, ModelFiles
@@ -50,6 +51,8 @@ class Built:
         meta, found = self.meta, []
         if meta.asked:
             found.append(f"runs {meta.compute}, since it was asked to run {meta.asked}")
+        elif meta.uncompiled:
+            found.append(f"computes more slowly than it could: {meta.uncompiled.rstrip('.')}")
         if meta.unpacked:
             found.append(f"a matrix stays in float32: {meta.unpacked[0]}")
         return "; ".join(found)[:NOTE_CHARS]
@@ -108,6 +111,7 @@ def build_node(files: ModelFiles, cut: Cut, node: int, name: str, settings: Buil
         threads=torch.get_num_threads(),
         compute=stages[0].engine.name,
         asked=f"{settings.compute} ({why})" if (why := choice.why or choice.aside) else "",
+        uncompiled=prepare() if packing is not None else "",
         pack_ms=timings["pack"],
         inexact=packing.inexact / packing.numbers if packing is not None and packing.numbers else 0.0,
         unpacked=packing.left[:UNPACKED] if packing is not None else [],
@@ -128,7 +132,10 @@ def engines_in_words(told: Mapping[int, tuple[str, str]]) -> list[str]:
         told: of each node, its engine, and what it has to say of it.
     """
     names = [name for _, (name, _) in sorted(told.items())]
+    notes = {note for _, note in told.values()}
     lines = [f"node {node} {note}" for node, (_, note) in sorted(told.items()) if note]
+    if len(told) > 1 and len(notes) == 1:
+        lines = [f"every node {note}" for note in notes if note]
     if set(names) == {"exact"}:
         return lines
     return [*lines, f"engine: {names[0]}" if len(set(names)) == 1 else f"engines: {' → '.join(names)}"]

@@ -35,7 +35,7 @@ class Rotary:
         cos, sin = self._module(self._like, torch.arange(rows).unsqueeze(0), *more)
         cos, sin = cos[0].float(), sin[0].float()
         half = sin.shape[-1] // 2
-        return cos.unsqueeze(1), torch.cat([-sin[:, :half], sin[:, half:]], -1).unsqueeze(1)
+        return cos.unsqueeze(1).contiguous(), torch.cat([-sin[:, :half], sin[:, half:]], -1).unsqueeze(1)
 
 
 def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:

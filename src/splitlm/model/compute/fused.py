@@ -169,7 +169,9 @@ class FusedBlock(nn.Module):
         products = (self.query.forward, self.out.forward, self.up.forward, self.down.forward)
         sizes = tuple(_call(norm) for norm in (self.before, self.after, self.before_mlp, self.after_mlp))
         self.__dict__["_parts"] = (*products, *sizes, _activation(self.act.forward, self.gated))
-        compiled = decoder() if self.softcap is None and self.dtype is torch.float32 else None
+        fits = self.softcap is None and self.dtype is torch.float32
+        fits &= all(norm is None or norm.shape == (self.head_dim,) for norm in (self.q_norm, self.k_norm))
+        compiled = decoder() if fits else None
         self.__dict__["_row"] = None if compiled is None else RowAttention(compiled, self)
 
     def forward(self, x: torch.Tensor, rows: Sequence[Rows], turn: Turn | None) -> torch.Tensor:

@@ -16,7 +16,8 @@ from splitlm.model.compute.fused import LAYOUTS, FusedBlock, Rows, matrix
 from splitlm.model.compute.products import Kind, PlainProduct, Product
 from splitlm.model.family import Family
 
-TRIAL_ROWS = 5
+TRIAL_ROWS = 40
+"""So many that what computes several rows at a time does, and has some left over."""
 _PARTS = (slice(0, TRIAL_ROWS - 1), slice(TRIAL_ROWS - 1, TRIAL_ROWS))
 COUNTED_ROWS = 16
 """Of so many rows one is looked at for numbers that float16 does not hold exactly."""
@@ -194,7 +195,8 @@ def _agrees(block: nn.Module, made: FusedBlock, base: Any, error: float) -> bool
     """Whether both give the same for a few made-up rows, within what packing may change."""
     weight = next(block.parameters())
     hidden = int(made.before.weight.shape[0]) if made.before is not None else 0
-    x = torch.linspace(-2, 2, TRIAL_ROWS * hidden, dtype=torch.float32).sin().mul(3).view(TRIAL_ROWS, hidden).cos()
+    x = torch.arange(TRIAL_ROWS * hidden, dtype=torch.float32).mul(1.7).sin().mul(3).cos().view(TRIAL_ROWS, hidden)
+    x = x.to(weight.dtype).float()
     positions = torch.arange(TRIAL_ROWS).unsqueeze(0)
     lowest = torch.finfo(weight.dtype).min
     mask = torch.full((TRIAL_ROWS, TRIAL_ROWS), lowest, dtype=torch.float32).triu_(1).to(weight.dtype)

@@ -1,1 +1,1 @@
-"""Products of 8-bit weights of our own, in C++: compiled on the machine that runs them, once, into the user's cache."""
+"""What is compiled where a compiler is: products of 8-bit weights, and the steps between products; how to call them."""

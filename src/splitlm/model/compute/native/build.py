@@ -2,13 +2,15 @@
 
 A library is named after what it was made of (source, flags, processor) and after its own bytes; only one whose name
 holds for both is ever loaded. One process builds at a time: it holds a lock that its compiler inherits, so that a
-compiler that outlives it keeps the next one waiting. What a killed build left is removed by the next.
+compiler that outlives it keeps the next one waiting. What a killed build left is removed by the next. A failure is
+written down too, so that the processes of a ring and their next starts do not each wait for the same compiler.
 """
 
 from __future__ import annotations
 
 import contextlib
 import hashlib
+import json
 import os
 import platform
 import shutil
@@ -35,10 +37,12 @@ FLAGS = (
 )
 VARIANTS = (("-march=native", "-fopenmp"), ("-march=native",), ())
 """Further flags, the best first: some compilers come without OpenMP (one thread, then), some do not know ``native``."""
-COMPILER_S = 120.0
-"""Patience with a compiler, and with another process that builds."""
+COMPILER_S = 45.0
+"""Patience with a compiler, and with another process that builds; the compiler takes a second or some."""
+REMEMBERED_S = 24 * 3600.0
+"""For so long a build that failed is not tried again, unless the compiler is another one."""
 _PRIVATE = 0o700
-_LOCK, _SCRATCH = "lock", "building"
+_LOCK, _SCRATCH, _FAILED = "lock", "building", ".failed"
 
 
 def folder() -> Path:
@@ -107,10 +111,46 @@ def build(
     try:
         where.mkdir(mode=_PRIVATE, parents=True, exist_ok=True)
         _check_owner(where, 0o077)
+        failure = where / f"{_name(flags)}-{_digest(_compiler(program).encode())}{_FAILED}"
+        _check_failure(failure)
         with _locked(where / _LOCK, patience_s) as lock:
-            return find(where, flags) or _compiled(where, program, flags, lock, patience_s)
+            _check_failure(failure)
+            try:
+                return find(where, flags) or _compiled(where, program, flags, lock, patience_s)
+            except UsageError as error:
+                failure.write_text(json.dumps([error.what, error.remedy]), encoding="utf-8")
+                raise
     except OSError as error:
         raise _unusable(where, error) from error
+
+
+def forget_failures(where: Path) -> None:
+    """A build that failed is to be tried again."""
+    with contextlib.suppress(OSError):
+        for path in where.glob(f"*{_FAILED}"):
+            path.unlink(missing_ok=True)
+
+
+def _compiler(program: str) -> str:
+    """What tells a compiler from another one, and from itself once it is mended."""
+    found = shutil.which(program) or program
+    state = Path(found).stat()
+    return f"{found} {state.st_mtime_ns} {state.st_size}"
+
+
+def _check_failure(path: Path) -> None:
+    """Whether the same build failed not long ago.
+
+    Raises:
+        UsageError: it did; says what was said then.
+    """
+    try:
+        if not -60 < time.time() - path.stat().st_mtime < REMEMBERED_S:
+            return
+        what, remedy = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return
+    raise _failed(str(what), str(remedy))
 
 
 def _compiled(where: Path, program: str, flags: Sequence[str], lock: int, patience_s: float) -> Path:
@@ -119,10 +159,10 @@ def _compiled(where: Path, program: str, flags: Sequence[str], lock: int, patien
     scratch.mkdir(mode=_PRIVATE)
     made = scratch / "products.so"
     try:
-        said = ""
+        said, until = "", time.monotonic() + patience_s
         for variant in VARIANTS:
             command = [program, *FLAGS, *variant, *flags, *map(str, SOURCES), "-o", str(made)]
-            wrong = _run(command, scratch, lock, patience_s)
+            wrong = _run(command, scratch, lock, patience_s, until)
             if not wrong and made.is_file():
                 content = made.read_bytes()
                 path = where / f"{_name(flags)}-{_digest(content)}.so"
@@ -136,8 +176,11 @@ def _compiled(where: Path, program: str, flags: Sequence[str], lock: int, patien
         shutil.rmtree(scratch, ignore_errors=True)
 
 
-def _run(command: Sequence[str], scratch: Path, lock: int, patience_s: float) -> str:
+def _run(command: Sequence[str], scratch: Path, lock: int, patience_s: float, until: float) -> str:
     """What was wrong; "" where nothing was.
+
+    Args:
+        patience_s: of which what is left ends at ``until``.
 
     Raises:
         UsageError: it took too long.
@@ -156,7 +199,7 @@ def _run(command: Sequence[str], scratch: Path, lock: int, patience_s: float) ->
         return f"it cannot be started ({error.strerror})"
     with process:
         try:
-            out, _ = process.communicate(timeout=patience_s)
+            out, _ = process.communicate(timeout=max(0.0, until - time.monotonic()))
         except subprocess.TimeoutExpired as error:
             raise _failed(f"{command[0]} took more than {patience_s:g} s", "Try it on a machine less busy") from error
         finally:
@@ -231,7 +274,7 @@ def _processor() -> str:
         lines = []
     keys = ("vendor_id", "cpu family", "model", "flags", "Features", "CPU implementer", "CPU part")
     told = sorted({line for line in lines if line.partition(":")[0].strip() in keys})
-    return "\n".join([platform.machine(), *(told or [platform.processor(), platform.node()])])
+    return "\n".join([platform.machine(), *platform.libc_ver(), *(told or [platform.processor(), platform.node()])])
 
 
 def _unusable(where: Path, error: OSError) -> UsageError:

@@ -12,7 +12,11 @@
 namespace {
 
 constexpr int kLanes = 8;
-constexpr int64_t kGrain = 1 << 17;  // multiplications that are worth a thread
+constexpr int kShared = 4;            // heads of a group that are computed together
+constexpr int64_t kChunk = 16;        // rows of values that stay in the first cache for all of them
+constexpr int64_t kAhead = 6;         // rows of keys that are asked for before their turn
+constexpr int64_t kLine = 16;         // numbers of a line of the cache
+constexpr int64_t kGrain = 1 << 20;   // multiplications that are worth a thread
 typedef float Floats __attribute__((vector_size(kLanes * sizeof(float))));
 typedef int32_t Whole __attribute__((vector_size(kLanes * sizeof(int32_t))));
 
@@ -83,50 +87,82 @@ inline void rotated(const float* x, int64_t width, const float* cos, const float
   for (int64_t i = 0; i < width; ++i) to[i] = x[i] * cos[i] + x[i < half ? i + half : i - half] * sin[i];
 }
 
-// A head's scores, softmax and sum of values, over keys and values `stride` numbers apart.
-void attended(const float* query, const float* keys, const float* values, int64_t rows, int64_t stride, int64_t width,
+inline void fetch(const float* row, int64_t width) {
+  for (int64_t d = 0; d < width; d += kLine) __builtin_prefetch(row + d);
+}
+
+// Scores, softmax and sums of values of H heads over the same keys and values, whose rows are `stride` numbers apart:
+// queries and out [H, width], scores [H, rows]. Rows are read once for all heads, and each head sums from the first to
+// the last, so that its bits do not depend on H.
+template <int H>
+void attended(const float* queries, const float* keys, const float* values, int64_t rows, int64_t stride, int64_t width,
               float* scores, float* out) {
-  float most = -INFINITY;
+  float most[H], inverse[H];
+  for (int h = 0; h < H; ++h) most[h] = -INFINITY;
   for (int64_t j = 0; j < rows; ++j) {
     const float* const key = keys + j * stride;
-    Floats one = {}, other = {};
+    if (j + kAhead < rows) fetch(key + kAhead * stride, width);
+    Floats one[H] = {}, other[H] = {};
     int64_t d = 0;
     for (; d + 2 * kLanes <= width; d += 2 * kLanes) {
-      one += load(query + d, kLanes) * load(key + d, kLanes);
-      other += load(query + d + kLanes, kLanes) * load(key + d + kLanes, kLanes);
+      const Floats a = load(key + d, kLanes), b = load(key + d + kLanes, kLanes);
+      for (int h = 0; h < H; ++h) {
+        one[h] += load(queries + h * width + d, kLanes) * a;
+        other[h] += load(queries + h * width + d + kLanes, kLanes) * b;
+      }
     }
-    for (; d < width; d += kLanes) one += load(query + d, width - d) * load(key + d, width - d);
-    scores[j] = sum(one + other);
-    most = scores[j] > most ? scores[j] : most;
-  }
-  Floats total = {};
-  for (int64_t j = 0; j < rows; j += kLanes) {
-    Floats some = exponential(load(scores + j, rows - j) - most);
-    for (int64_t i = rows - j; i < kLanes; ++i) some[i] = 0.0f;
-    store(scores + j, some, rows - j);
-    total += some;
-  }
-  const float inverse = 1.0f / sum(total);
-  int64_t d = 0;
-  for (; d + 4 * kLanes <= width; d += 4 * kLanes) {
-    Floats a = {}, b = {}, c = {}, e = {};
-    for (int64_t j = 0; j < rows; ++j) {
-      const float* const value = values + j * stride + d;
-      a += scores[j] * load(value, kLanes);
-      b += scores[j] * load(value + kLanes, kLanes);
-      c += scores[j] * load(value + 2 * kLanes, kLanes);
-      e += scores[j] * load(value + 3 * kLanes, kLanes);
+    for (; d < width; d += kLanes)
+      for (int h = 0; h < H; ++h) one[h] += load(queries + h * width + d, width - d) * load(key + d, width - d);
+    for (int h = 0; h < H; ++h) {
+      const float score = sum(one[h] + other[h]);
+      scores[h * rows + j] = score;
+      most[h] = score > most[h] ? score : most[h];
     }
-    store(out + d, a * inverse, kLanes);
-    store(out + d + kLanes, b * inverse, kLanes);
-    store(out + d + 2 * kLanes, c * inverse, kLanes);
-    store(out + d + 3 * kLanes, e * inverse, kLanes);
   }
-  for (; d < width; d += kLanes) {
-    Floats a = {};
-    for (int64_t j = 0; j < rows; ++j) a += scores[j] * load(values + j * stride + d, width - d);
-    store(out + d, a * inverse, width - d);
+  for (int h = 0; h < H; ++h) {
+    float* const of = scores + h * rows;
+    Floats total = {};
+    for (int64_t j = 0; j < rows; j += kLanes) {
+      Floats some = exponential(load(of + j, rows - j) - most[h]);
+      for (int64_t i = rows - j; i < kLanes; ++i) some[i] = 0.0f;
+      store(of + j, some, rows - j);
+      total += some;
+    }
+    inverse[h] = 1.0f / sum(total);
   }
+  std::memset(out, 0, static_cast<size_t>(H * width) * sizeof(float));
+  for (int64_t begin = 0; begin < rows; begin += kChunk) {
+    const int64_t end = begin + kChunk < rows ? begin + kChunk : rows;
+    for (int64_t j = end; j < end + kChunk && j < rows; ++j) fetch(values + j * stride, width);
+    int64_t d = 0;
+    for (; d + 2 * kLanes <= width; d += 2 * kLanes) {
+      Floats a[H], b[H];
+      for (int h = 0; h < H; ++h) {
+        a[h] = load(out + h * width + d, kLanes);
+        b[h] = load(out + h * width + d + kLanes, kLanes);
+      }
+      for (int64_t j = begin; j < end; ++j) {
+        const float* const value = values + j * stride + d;
+        const Floats v = load(value, kLanes), w = load(value + kLanes, kLanes);
+        for (int h = 0; h < H; ++h) {
+          a[h] += scores[h * rows + j] * v;
+          b[h] += scores[h * rows + j] * w;
+        }
+      }
+      for (int h = 0; h < H; ++h) {
+        store(out + h * width + d, a[h], kLanes);
+        store(out + h * width + d + kLanes, b[h], kLanes);
+      }
+    }
+    for (; d < width; d += kLanes)
+      for (int h = 0; h < H; ++h) {
+        Floats a = load(out + h * width + d, width - d);
+        for (int64_t j = begin; j < end; ++j) a += scores[h * rows + j] * load(values + j * stride + d, width - d);
+        store(out + h * width + d, a, width - d);
+      }
+  }
+  for (int h = 0; h < H; ++h)
+    for (int64_t d = 0; d < width; ++d) out[h * width + d] *= inverse[h];
 }
 
 }  // namespace
@@ -185,13 +221,22 @@ SPLITLM_EXPORT int splitlm_attend(const Heads* of, const float* row, const float
   }
   std::memcpy(values + (rows - 1) * stride, row + (heads + of->kv_heads) * width,
               static_cast<size_t>(stride) * sizeof(float));
-  const int64_t worth = 1 + heads * rows * width / kGrain;
+  const int64_t parts = (group + kShared - 1) / kShared, worth = 1 + heads * rows * width / kGrain;
   const int team = static_cast<int>(threads < worth ? threads : worth);
   (void)team;  // where there are no threads
 #pragma omp parallel for num_threads(team) if (team > 1) schedule(static)
-  for (int64_t h = 0; h < heads; ++h) {
-    const int64_t first = h / group * width;
-    attended(queries + h * width, keys + first, values + first, rows, stride, width, scores + h * rows, out + h * width);
+  for (int64_t part = 0; part < of->kv_heads * parts; ++part) {
+    const int64_t shared = part / parts, begin = part % parts * kShared, h = shared * group + begin, left = group - begin;
+    const float *const q = queries + h * width, *const k = keys + shared * width, *const v = values + shared * width;
+    float *const s = scores + h * rows, *const to = out + h * width;
+    if (left >= 4)
+      attended<4>(q, k, v, rows, stride, width, s, to);
+    else if (left == 3)
+      attended<3>(q, k, v, rows, stride, width, s, to);
+    else if (left == 2)
+      attended<2>(q, k, v, rows, stride, width, s, to);
+    else
+      attended<1>(q, k, v, rows, stride, width, s, to);
   }
   std::free(room);
   return 0;

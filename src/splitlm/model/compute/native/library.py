@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 from pathlib import Path
@@ -9,7 +10,7 @@ from pathlib import Path
 import torch
 
 from splitlm.core.errors import UsageError
-from splitlm.model.compute.native.build import build, find, folder
+from splitlm.model.compute.native.build import build, find, folder, forget_failures
 
 TILE = 16
 """Rows of weights that are stored together: parts of a matrix are packed from a multiple of it on."""
@@ -104,8 +105,19 @@ def library() -> Library:
 def prepare() -> str:
     """Build and load the library, if this is possible; why it is not, else "". Tried once in a process."""
     try:
-        build(folder())
+        path = build(folder())
+        try:
+            Library(path)
+        except UsageError:  # built against what is here no more: a home may be shared, a system renewed
+            path.unlink(missing_ok=True)
+            build(folder())
         library()
     except UsageError as error:
         return str(error)
     return ""
+
+
+def forget() -> None:
+    """A build that failed in another process is to be tried anew by whoever needs it next."""
+    with contextlib.suppress(UsageError):
+        forget_failures(folder())

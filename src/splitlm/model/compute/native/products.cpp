@@ -293,7 +293,7 @@ void some_rows(const Job& job, int64_t t, int64_t row) {
 void all_rows(const Job& job, int64_t t) {
   int64_t row = 0;
   for (; row + kRows <= job.rows; row += kRows) some_rows<kRows>(job, t, row);
-  if (row + 4 <= job.rows) some_rows<4>(job, t, row), row += 4;
+  if (row + 4 <= job.rows) some_rows<4>(job, t, row), row += 4;  // where kRows is 8
   if (row + 2 <= job.rows) some_rows<2>(job, t, row), row += 2;
   if (row < job.rows) some_rows<1>(job, t, row);
 }
