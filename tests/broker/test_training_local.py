@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
+import random
 import subprocess
+import time
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +18,8 @@ from tests.node.test_tuning import ROWS, model_folder, rows_file
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(200), pytest.mark.usefixtures("forks")]
 LONG_S = 90.0
+SEEDS = int(os.environ.get("SPLITLM_TEST_SEEDS", "1"))
+"""How many random strikes there are."""
 
 
 def settings(folder: Path, **sections: Any) -> Path:
@@ -83,3 +88,35 @@ def test_tensors_do_not_survive_their_broker_and_the_run_says_so(rabbit: Broker,
         rabbit.start()
         process.kill()
         process.communicate()
+
+
+@pytest.mark.parametrize("seed", range(SEEDS))
+def test_a_broker_killed_at_random_costs_nothing_where_tensors_go_over_links(
+    seed: int, rabbit: Broker, tmp_path: Path
+) -> None:
+    """It comes back, and the weights are those of a run whose broker was left in peace."""
+    chance, made, took = random.Random(seed), [], 0.0
+    for name in ("left", "killed"):
+        sections = at_broker(rabbit.port, tensors=False)
+        sections["learning"]["u-shape"] |= {"microbatches-per-window": 1}
+        sections["learning"] |= {"batch-size": 1}
+        sections["server"] |= {"global-round": 2}
+        process = start(settings(tmp_path, name=f"{name}-{seed}", **sections), tmp_path / name)
+        metrics = tmp_path / name / "metrics.jsonl"
+        try:
+            assert until(lambda metrics=metrics: metrics.exists() and '"window"' in metrics.read_text(), LONG_S)
+            begin = time.monotonic()
+            if name == "killed":
+                time.sleep(chance.uniform(0.0, took))
+                rabbit.stop(kill=True)
+                time.sleep(chance.uniform(0.0, 2.0))
+                rabbit.start()
+            _, err = process.communicate(timeout=LONG_S)
+            took = time.monotonic() - begin
+            assert process.returncode == 0, err
+        finally:
+            rabbit.start()
+            process.kill()
+            process.communicate()
+        made.append((tmp_path / name / "model" / "model.safetensors").read_bytes())
+    assert made[0] == made[1]
