@@ -11,6 +11,7 @@ from splitlm.core.errors import UsageError
 from splitlm.local import Ring
 from splitlm.model.compute import choice
 from splitlm.model.compute.products import HALF_MAX, KINDS, Kind, Trial
+from splitlm.node.build import engines_in_words
 from splitlm.telemetry.record import StageMeta
 from splitlm.telemetry.sinks import read_trace
 from tests.model.made import edit_tensors
@@ -52,6 +53,28 @@ def test_where_fast_does_not_work_exact_runs_and_says_why(
     assert "node 0 runs exact, since it was asked to run fast (no such instruction)" in lines
     with pytest.raises(UsageError, match=r"cannot run the engine 'int8' \(no such instruction\)"):
         said(tiny("llama"), stages=1, compute="int8")
+
+
+@pytest.mark.skipif(bool(KINDS["fast"].missing()), reason="this machine has no float16 products")
+def test_steps_that_are_not_compiled_are_told(
+    tiny: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr("splitlm.node.build.prepare", lambda: "there is no C++ compiler.")
+    for compute, uncompiled in (("fast", "there is no C++ compiler."), ("exact", "")):
+        lines, _ = said(tiny("llama"), stages=1, compute=compute, trace_dir=tmp_path / compute)
+        slower = "node 0 computes more slowly than it could: there is no C++ compiler"
+        assert (slower in lines) == bool(uncompiled)
+        (path,) = (tmp_path / compute).glob("trace-node*.jsonl")
+        (meta,) = [record for record in read_trace(path) if isinstance(record, StageMeta)]
+        assert meta.uncompiled == uncompiled
+
+
+def test_what_all_nodes_say_is_said_once() -> None:
+    alike = {0: ("fast", "is slow"), 1: ("fast", "is slow")}
+    assert engines_in_words(alike) == ["every node is slow", "engine: fast"]
+    assert engines_in_words({0: ("fast", "is slow")}) == ["node 0 is slow", "engine: fast"]
+    assert engines_in_words({0: ("fast", ""), 1: ("exact", "is slow")}) == ["node 1 is slow", "engines: fast → exact"]
+    assert engines_in_words({0: ("exact", ""), 1: ("exact", "")}) == []
 
 
 def test_an_engine_that_there_is_not(tiny: Callable[[str], Path]) -> None:

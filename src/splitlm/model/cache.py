@@ -35,6 +35,7 @@ class BlockKV(CacheLayerMixin):  # type: ignore[misc]
         self._k: torch.Tensor | None = None
         self._v: torch.Tensor | None = None
         self._laid: tuple[torch.Tensor, torch.Tensor] | None = None  # both buffers as attention takes them
+        self._fits: tuple[Sequence[int], torch.dtype] | None = None  # of a row that these buffers take, once checked
 
     @property
     def rows(self) -> int:
@@ -110,7 +111,9 @@ class BlockKV(CacheLayerMixin):  # type: ignore[misc]
             ProtocolError: the rows kept so far are of another shape or element type.
         """
         before, first = self._rows, self._start
-        self._check(shape, dtype)
+        if self._fits != (shape, dtype):
+            self._check(shape, dtype)
+            self._fits = (shape, dtype)
         if self._k is None or self._v is None or first + before >= self._k.shape[0]:
             like = torch.empty(0, *shape, dtype=dtype)
             self._resize(like, like, before + 1)
@@ -166,7 +169,7 @@ class BlockKV(CacheLayerMixin):  # type: ignore[misc]
     def _resize(self, key: torch.Tensor, value: torch.Tensor, keep: int) -> None:
         """Buffers for ``keep`` rows with room to grow, the rows kept so far at their beginning."""
         kept, self._k, self._v = self._kept(), _buffer(keep, key), _buffer(keep, value)
-        self._laid = None
+        self._laid = self._fits = None
         if self._rows:
             self._k[: self._rows] = kept[0]
             self._v[: self._rows] = kept[1]
@@ -182,7 +185,7 @@ class BlockKV(CacheLayerMixin):  # type: ignore[misc]
             seen.append(rows)
             fresh.append(buffer)
         self._k, self._v = fresh
-        self._laid = None
+        self._laid = self._fits = None
         self._start, self._rows = 0, keep
         return seen[0], seen[1]
 

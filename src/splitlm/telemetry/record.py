@@ -80,7 +80,7 @@ class StageMeta(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, t
         threads: intra-op threads.
         compute: its compute engine.
         asked: the engine it was asked to run, where it runs another one, and why.
-        uncompiled: why torch's calls stand between its engine's products not compiled steps; or left out.
+        uncompiled: why torch's calls, not compiled steps, stand between its products; left out where those run.
         pack_ms: packing its weights.
         inexact: share of the packed numbers that float16 does not hold exactly.
         unpacked: matrices that could not be packed and stay in float32, and why; the first few.

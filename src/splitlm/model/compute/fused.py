@@ -103,7 +103,6 @@ class Norm(nn.Module):
         if self.bias is None:  # with √(‖x‖² + n·eps) under x, which are fewer and shorter calls than torch's rms_norm
             self.weight.mul_(self.shape[-1] ** 0.5)
             self.root = torch.tensor(self.least**0.5, dtype=torch.float32)
-        self._compiled = decoder()
         self.__dict__["_given"] = (self.weight, self.bias)  # as attributes a module would look them up, each time
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -117,7 +116,7 @@ class Norm(nn.Module):
     def of_rows(self) -> Callable[[torch.Tensor], torch.Tensor]:
         """``forward`` for ``[n, hidden]``, compiled where it can be."""
         weight, bias = self._given
-        compiled = self._compiled
+        compiled = decoder()
         if bias is not None or compiled is None:
             return self.forward
         return lambda x: compiled.norm(x, weight, self.least)
@@ -279,8 +278,8 @@ def _same(x: torch.Tensor) -> torch.Tensor:
 
 def _activation(act: Callable[[torch.Tensor], torch.Tensor], gated: bool) -> Callable[[torch.Tensor], torch.Tensor]:
     """From what the MLP's way in gives to what its way out takes, compiled where it can be."""
-    compiled, number = decoder(), act_of(act)
-    if compiled is not None and number is not None:
+    compiled = decoder()
+    if compiled is not None and (number := act_of(act)) is not None:
         return lambda up: compiled.activate(up, number, gated)
     return (lambda up: _gate(act, up)) if gated else act
 

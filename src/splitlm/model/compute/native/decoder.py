@@ -11,8 +11,7 @@ import torch
 from torch.nn import functional
 
 from splitlm.core.errors import UsageError
-from splitlm.model.compute.native.build import find, folder
-from splitlm.model.compute.native.library import prepare
+from splitlm.model.compute.native.library import library, prepare
 
 ACTS: tuple[Callable[[torch.Tensor], torch.Tensor], ...] = (
     functional.silu,
@@ -88,10 +87,7 @@ class Decoder:
 @functools.cache
 def decoder() -> Decoder | None:
     """The compiled steps of this machine, built if they are not; None where they cannot be."""
-    if prepare():
-        return None
-    path = find(folder())
-    return None if path is None else Decoder(path)
+    return None if prepare() else Decoder(library().path)
 
 
 def act_of(act: Callable[[torch.Tensor], torch.Tensor]) -> int | None:

@@ -22,6 +22,7 @@ class Library:
     """One compiled library.
 
     Attributes:
+        path: where it lies.
         level: the instructions that it uses.
         threaded: whether it uses more than one thread.
 
@@ -31,6 +32,7 @@ class Library:
 
     def __init__(self, path: Path) -> None:
         size, pointer = ctypes.c_int64, ctypes.c_void_p
+        self.path = path
         try:
             library = ctypes.CDLL(str(path))
             library.splitlm_level.restype = ctypes.c_char_p
@@ -107,11 +109,11 @@ def prepare() -> str:
     try:
         path = build(folder())
         try:
-            Library(path)
+            library()
         except UsageError:  # built against what is here no more: a home may be shared, a system renewed
             path.unlink(missing_ok=True)
             build(folder())
-        library()
+            library()
     except UsageError as error:
         return str(error)
     return ""
