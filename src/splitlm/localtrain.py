@@ -7,6 +7,7 @@ import os
 import secrets
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from splitlm.bus.base import Hub
 from splitlm.core.config import RunConfig
 from splitlm.core.errors import PeerLostError, SplitlmError
 from splitlm.link.local import LOOPBACK, loopback
+from splitlm.node.ending import leave
 from splitlm.node.guard import Guard
 from splitlm.node.identity import node_name
 from splitlm.node.processes import GRACE_S, HURRY_S, StageProcess, end_all
@@ -116,9 +118,12 @@ async def _train_here(settings: LeadSettings, local: LocalSettings) -> None:
     finally:
         for task in (work, watch):
             task.cancel()
-        await asyncio.gather(work, watch, return_exceptions=True)
         # Before all were here nobody has anything to save, and some do not even listen yet.
-        await asyncio.to_thread(end_all, children, GRACE_S if begun.is_set() else HURRY_S)
+        grace_s = GRACE_S if begun.is_set() else HURRY_S
+        await leave(
+            partial(asyncio.gather, work, watch, return_exceptions=True),
+            partial(asyncio.to_thread, end_all, children, grace_s),
+        )
 
 
 async def _early_end(children: Sequence[StageProcess], begun: asyncio.Event) -> SplitlmError | None:

@@ -28,6 +28,7 @@ from splitlm.core.errors import (
 )
 from splitlm.core.messages import Stop, Trouble
 from tests.bus.server import HERE, Broker, access
+from tests.cancelled import leaves_nothing, pauses
 from tests.link.certificates import folders, good, unchecked
 
 BEAT, SILENCE = 0.1, 1.5
@@ -373,3 +374,11 @@ def test_the_certificates_of_the_tests_are_of_two_authorities() -> None:
     """Else the refusals above would show nothing."""
     own, other = (folders() / name / "ca.pem" for name in ("good/a", "other/a"))
     assert own.read_bytes() != other.read_bytes()
+
+
+def test_whoever_gives_up_while_it_connects_leaves_nothing(rabbit: Broker) -> None:
+    async def main() -> None:
+        moments = pauses(80, 0.0001)
+        assert await leaves_nothing(lambda: RabbitHub.open(access(rabbit), secrets.token_hex(4), HERE), moments) < 80
+
+    asyncio.run(main())

@@ -7,7 +7,9 @@ import contextlib
 import logging
 import signal
 import socket
+import struct
 import sys
+import time
 from collections.abc import Awaitable, Callable
 
 import msgspec
@@ -28,6 +30,7 @@ from splitlm.link.base import StreamChannel
 from splitlm.wire.frame import PROTOCOL, Hello, Open, Said, encode
 from splitlm.wire.handshake import Claims, Identity
 from splitlm.wire.states import Purpose
+from tests.cancelled import leaves_nothing, turns
 
 HOST = "127.0.0.1"
 
@@ -402,3 +405,45 @@ def test_a_process_killed_in_the_middle_of_a_frame_is_named() -> None:
         await asyncio.gather(channel.close(), listener.close(), child.wait())
 
     asyncio.run(main())
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_a_listener_that_is_cancelled_at_any_turn_leaves_no_socket() -> None:
+    async def make() -> tcp.TcpListener:
+        return await tcp.listen(HOST, 0, identity("hub"), "control")
+
+    async def main() -> None:
+        assert 0 < await leaves_nothing(make, turns(20)) < 20
+
+    asyncio.run(main())
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_a_dialler_that_is_cancelled_at_any_turn_leaves_no_socket() -> None:
+    async def story(listener: tcp.TcpListener) -> None:
+        async def take() -> None:
+            while True:
+                await (await listener.accept()).close()
+
+        taking = asyncio.create_task(take())
+        assert await leaves_nothing(lambda: dial(listener.port, identity("node")), turns(60)) < 60
+        taking.cancel()
+        await asyncio.wait({taking})
+
+    run(story)
+
+
+def test_a_link_that_the_peer_reset_is_closed_like_any_other() -> None:
+    """The reset is with the kernel, and the loop has not heard of it yet: it must not come out of ``close``."""
+
+    async def story(listener: tcp.TcpListener) -> None:
+        channel, other = await dial(listener.port, identity("node")), await listener.accept()
+        sock = other._transport.get_extra_info("socket")  # type: ignore[union-attr]
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        other.cut()
+        await asyncio.sleep(0)  # the socket of the one is closed; the other's has it next
+        time.sleep(0.05)  # noqa: ASYNC251 - the loop is not to hear of it
+        await channel.close()
+        await other.close()
+
+    run(story)

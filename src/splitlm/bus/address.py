@@ -14,6 +14,8 @@ from splitlm.core.errors import AddressBusyError, NetworkError, PeerMissingError
 from splitlm.wire.tls import explain
 
 CONNECT_S = 10.0
+LATE_S = 1.0
+"""How long whoever gives up waits for a connection that is under way, to close it."""
 HEARTBEAT_S = 10
 """Of the connection to the broker; ours to the peers is bus/line.py's."""
 _NOWHERE = logging.NullHandler()
@@ -44,25 +46,42 @@ async def connect(where: Address, name: str) -> aio_pika.abc.AbstractConnection:
     """
     for library in ("aiormq", "aio_pika"):
         logging.getLogger(library).addHandler(_NOWHERE)
+    opening = asyncio.create_task(_open(where, name))
     try:
         async with asyncio.timeout(CONNECT_S):
-            return await aio_pika.connect(
-                host=where.host,
-                port=where.port,
-                login=where.username,
-                password=where.password,
-                virtualhost=where.virtual_host,
-                ssl=where.tls is not None,
-                ssl_context=where.tls,
-                client_properties={"connection_name": name},
-                heartbeat=HEARTBEAT_S,
-            )
+            return await _whole(opening)
     except TimeoutError:
         raise PeerMissingError(
             f"The broker did not answer within {CONNECT_S:g} s", where=str(where), expected="RabbitMQ"
         ) from None
     except (UnicodeError, *amqp.CONNECTION_EXCEPTIONS) as error:  # the first is a host that can be no name
         raise refused(error, where) from None
+
+
+async def _open(where: Address, name: str) -> aio_pika.abc.AbstractConnection:
+    return await aio_pika.connect(
+        host=where.host,
+        port=where.port,
+        login=where.username,
+        password=where.password,
+        virtualhost=where.virtual_host,
+        ssl=where.tls is not None,
+        ssl_context=where.tls,
+        client_properties={"connection_name": name},
+        heartbeat=HEARTBEAT_S,
+    )
+
+
+async def _whole(opening: asyncio.Task[aio_pika.abc.AbstractConnection]) -> aio_pika.abc.AbstractConnection:
+    """The connection. Cancelled while it opens, the library would leave a socket and tasks behind: it may end first."""
+    try:
+        return await asyncio.shield(opening)
+    except asyncio.CancelledError:
+        await asyncio.wait({opening}, timeout=LATE_S)
+        if opening.done() and not opening.cancelled() and opening.exception() is None:
+            await opening.result().close()
+        opening.cancel()
+        raise
 
 
 def refused(error: BaseException, where: Address) -> NetworkError:

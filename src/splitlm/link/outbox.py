@@ -143,4 +143,5 @@ class Outbox:
         if transport is not None and transport.can_write_eof() and not transport.is_closing():
             while self._pieces:
                 transport.write(self._pieces.popleft())
-            transport.write_eof()
+            with contextlib.suppress(OSError):  # the peer has reset the connection: the loop is about to hear of it
+                transport.write_eof()

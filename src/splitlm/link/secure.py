@@ -57,8 +57,7 @@ class SecureTransport(asyncio.Transport):
         """Nothing follows; reading goes on."""
         self._session.finish()
         if self._raw.can_write_eof() and not self._raw.is_closing():
-            with contextlib.suppress(OSError):  # the peer reset the connection: the next read says so
-                self._raw.write_eof()
+            self._raw.write_eof()
 
     def pause_reading(self) -> None:
         """Hand nothing to the channel until ``resume_reading``."""

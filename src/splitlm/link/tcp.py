@@ -60,7 +60,8 @@ class TcpListener:
         """Listen on a bound socket."""
         loop = asyncio.get_running_loop()
         self._address = sock.getsockname()[:2]
-        self._server = await loop.create_server(partial(_Arrival, self), sock=sock, backlog=128)
+        self._server = await loop.create_server(partial(_Arrival, self), sock=sock, backlog=128, start_serving=False)
+        await self._server.start_serving()  # gives up a turn, and may be cancelled in it: ``close`` knows the server
 
     async def accept(self, *, deadline_s: float | None = None, who: str = "") -> StreamChannel:
         """The next peer that passed the handshake. Others are refused and logged.
@@ -157,9 +158,12 @@ async def listen(
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         sock.bind(address)
         await listener.start(sock)
-    except OSError as error:
+    except BaseException as error:
+        await listener.close()
         sock.close()
-        raise listen_error(error, host, port) from error
+        if isinstance(error, OSError):
+            raise listen_error(error, host, port) from error
+        raise
     return listener
 
 

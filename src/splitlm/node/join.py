@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from functools import partial
 
 from splitlm.bus.base import Spoke
 from splitlm.bus.line import BEATS
@@ -37,6 +38,7 @@ from splitlm.migrate.mover import Mover
 from splitlm.model.load import ModelFiles
 from splitlm.model.runner import Runner
 from splitlm.node.build import BuildSettings, Built, build_node
+from splitlm.node.ending import leave
 from splitlm.node.follower import Follower
 from splitlm.node.identity import claims_for, node_name, stranger, watch_parent
 from splitlm.node.links import Links, link_stage
@@ -128,9 +130,11 @@ class _Member:
             await self._tell(trouble(NetworkError("It was stopped on its own machine")))
             raise
         finally:
-            await asyncio.to_thread(self._runner.close, RUNNER_S)
-            await asyncio.to_thread(self._loader.close, RUNNER_S)
-            self._finish_trace()
+            await leave(
+                partial(asyncio.to_thread, self._runner.close, RUNNER_S),
+                partial(asyncio.to_thread, self._loader.close, RUNNER_S),
+                partial(asyncio.to_thread, self._finish_trace),
+            )
         await self._tell(self._report())
 
     async def _tell(self, message: Message) -> None:
@@ -218,7 +222,10 @@ class _Member:
                 await asyncio.wait_for(self._heard_out.wait(), GRACE_S)
             raise self._standing(first_error(errors)) from None
         finally:
-            await asyncio.gather(*(link.close() for link in self._links))
+            await leave(self._close_links)
+
+    async def _close_links(self) -> None:
+        await asyncio.gather(*(link.close() for link in self._links))
 
     async def _link(self, assign: Assign, identity: Identity, built: Built) -> Links:
         settings, place = self._settings, self._settings.place

@@ -28,6 +28,7 @@ from splitlm.finetune.recipe import OwnerData, Recipe, model_folder, open_recipe
 from splitlm.model.device import find_device, receive_memory
 from splitlm.model.runner import Runner
 from splitlm.node.averaging import Averaging
+from splitlm.node.ending import leave
 from splitlm.node.evaluation import Central
 from splitlm.node.figures import figures, log_figures
 from splitlm.node.identity import node_name, watch_parent
@@ -223,10 +224,10 @@ class _Party:
         except* SplitlmError as errors:
             raise first_error(errors) from None
         finally:
-            await self._leave()
-            log_figures(self._figures())
-            await plane.close()
-            await links.close()
+            await leave(self._leave, self._log_figures, plane.close, links.close)
+
+    async def _log_figures(self) -> None:
+        log_figures(self._figures())
 
     async def _leave(self) -> None:
         """Leave nothing running."""

@@ -7,6 +7,7 @@ import secrets
 from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TypeVar
 
 import msgspec
@@ -27,6 +28,7 @@ from splitlm.model.load import ModelFiles
 from splitlm.model.payload import dtype_name
 from splitlm.model.runner import Runner
 from splitlm.node.build import BuildSettings, Built, build_node, engines_in_words
+from splitlm.node.ending import leave
 from splitlm.node.identity import claims_for, node_name, process_of, stranger
 from splitlm.node.lead import Lead, plan_of
 from splitlm.node.links import link_head
@@ -127,7 +129,7 @@ class RingHost:
             if self._head is not None:
                 self._head.fail(told)
             try:
-                await asyncio.shield(self._leave(ended))
+                await leave(partial(self._leave, ended))
             finally:
                 if not self.started.done():
                     self.started.set_exception(told)

@@ -21,6 +21,7 @@ from splitlm.finetune.recipe import Resolve
 from splitlm.model.runner import Runner
 from splitlm.node.aggregator import StateHub
 from splitlm.node.diary import Diary
+from splitlm.node.ending import leave
 from splitlm.node.evaluation import Central
 from splitlm.node.identity import aggregator_claims
 from splitlm.node.keeper import Begun, Keeper, begin
@@ -90,8 +91,7 @@ async def lead(settings: LeadSettings, hub: Hub) -> Training:
         finally:
             await way.close()
     finally:
-        await asyncio.to_thread(runner.close, 10.0)
-        await asyncio.to_thread(diary.close)
+        await leave(partial(asyncio.to_thread, runner.close, 10.0), partial(asyncio.to_thread, diary.close))
 
 
 def _orders(settings: LeadSettings, run: str, begun: Begun) -> Orders:
@@ -169,5 +169,4 @@ async def _lead(
         return training_
     finally:
         work.cancel()
-        await asyncio.gather(work, return_exceptions=True)
-        await states.close()
+        await leave(partial(asyncio.gather, work, return_exceptions=True), states.close)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Coroutine
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from splitlm.bus.memory import MemoryHub
@@ -15,6 +16,7 @@ from splitlm.core.errors import NetworkError, SplitlmError
 from splitlm.core.groups import first_error
 from splitlm.core.shape import Role
 from splitlm.model.runner import Runner
+from splitlm.node.ending import leave
 from splitlm.node.party import PartySettings, run_party
 from splitlm.node.partylinks import LinkSettings
 from splitlm.node.trainlead import LeadSettings, lead
@@ -52,8 +54,7 @@ async def train_in_room(settings: LeadSettings, threads: int = 1) -> None:
     except* SplitlmError as errors:
         raise first_error(errors) from None
     finally:
-        await hub.close()
-        await asyncio.to_thread(runner.close, 10.0)
+        await leave(hub.close, partial(asyncio.to_thread, runner.close, 10.0))
 
 
 async def _told(party: Coroutine[Any, Any, None]) -> None:
