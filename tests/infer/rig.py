@@ -19,6 +19,7 @@ from splitlm.link.memory import pair
 from splitlm.model.load import ModelFiles
 from splitlm.model.runner import Runner
 from splitlm.model.stage import build_stages
+from splitlm.telemetry.record import Record
 from splitlm.telemetry.sinks import NullTrace
 from splitlm.wire.frame import PROTOCOL, Header
 from splitlm.wire.handshake import Claims
@@ -33,13 +34,28 @@ def relays(files: ModelFiles, cut: Cut, node: int, compute: str = "exact") -> li
 
 
 @dataclass
+class Kept(NullTrace):
+    """A sink that keeps what it is given."""
+
+    records: list[Record] = field(default_factory=list)
+
+    def write(self, record: Record) -> None:
+        """Keep it."""
+        self.records.append(record)
+
+
+@dataclass
 class Rig:
-    """``links[i]`` are the two ends of the link from node i to the next; ``seen[i]`` what node i + 1 received."""
+    """``links[i]`` are the two ends of the link from node i to the next; ``seen[i]`` what node i + 1 received.
+
+    ``records`` are the head's.
+    """
 
     head: Head
     stages: list[list[Relay]]
     links: list[tuple[StreamChannel, StreamChannel]]
     seen: list[list[Header]] = field(default_factory=list)
+    records: list[Record] = field(default_factory=list)
 
     async def tokens(self, request: Request) -> list[int]:
         return [item.token async for item in self.head.generate(request)]
@@ -59,18 +75,18 @@ async def ring(
     cut = make_cut(files.blocks, boundaries, private=private)
     nodes = [relays(files, cut, node) for node in range(cut.stages)]
     links = [pair(claims(f"node {i}"), claims(f"node {cut.next_node(i)}")) for i in range(cut.stages)]
-    runner = Runner()
+    runner, kept = Runner(), Kept()
     head = Head(
         nodes[0],
         runner,
-        Meter(0, NullTrace()),
+        Meter(0, kept),
         outbound=links[0][0] if cut.stages > 1 else None,
         inbound=links[-1][1] if cut.stages > 1 else None,
         context=files.context,
         prefill_chunk=chunk,
         last_segment=len(cut.segments) - 1,
     )
-    rig = Rig(head, nodes, links, [[] for _ in range(cut.stages - 1)])
+    rig = Rig(head, nodes, links, [[] for _ in range(cut.stages - 1)], kept.records)
 
     async def stage(node: int) -> None:
         inbound, outbound, seen = links[node - 1][1], links[node][0], rig.seen[node - 1]

@@ -13,6 +13,7 @@ from splitlm.core.errors import NetworkError, ProtocolError, SplitlmError
 from splitlm.core.sampling import Sampling
 from splitlm.infer.request import Request
 from splitlm.model import payload
+from splitlm.telemetry.record import Step
 from splitlm.wire.frame import Close, Hidden, Open, Spec, Token
 from tests.infer.rig import Rig, ring
 
@@ -89,6 +90,9 @@ def test_a_session_that_is_left_in_the_middle_leaves_nothing_and_disturbs_nobody
         async for item in stream:
             if item.index == after:
                 break
+        before = len(rig.seen[0])
+        while after and len(rig.seen[0]) == before:  # else it goes before its next lap has begun
+            await asyncio.sleep(0)
         await stream.aclose()
 
     async def drop(rig: Rig, turns: int) -> None:
@@ -106,6 +110,10 @@ def test_a_session_that_is_left_in_the_middle_leaves_nothing_and_disturbs_nobody
         assert await whole == expected
         await until(lambda: not rig.open_sessions)
         assert await rig.tokens(stays) == expected
+        # Of laps that nobody waited for too.
+        sent = [h.position for h in rig.seen[0] if isinstance(h, Hidden)]
+        told = [step.position for step in rig.records if isinstance(step, Step) and step.segment is None]
+        assert sorted(told) == sorted(sent)
 
     run(folder, boundaries, story, private=private, delay_s=0.001)
 

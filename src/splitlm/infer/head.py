@@ -116,10 +116,8 @@ class Head:
         """Tell every session, and all that come later, that the ring is broken."""
         if self._failed is None:
             self._failed = error
-            for number, session in self._sessions.items():
-                self._schedule.forget(number)
-                self._meter.sink.write(session.record(error))
-                session.out.put_nowait(error)
+            for session in self._sessions.values():
+                self._part(session, error)
             self._sessions.clear()
 
     async def generate(self, request: Request) -> AsyncIterator[TokenOut]:
@@ -167,9 +165,16 @@ class Head:
         """Forget a session here and, through a Close frame that follows its last lap, everywhere; tell its caller."""
         if self._sessions.pop(session.number, None) is None:
             return
-        self._schedule.forget(session.number)
         self._housekeeping.append((self._first, Frame(Close(session=session.number))))
         self._work_there.set()
+        self._part(session, error)
+
+    def _part(self, session: Session, error: Exception | None) -> None:
+        """It takes no more turns: write what is known of it, and tell its caller."""
+        self._schedule.forget(session.number)
+        lap, session.pending = session.pending, None
+        if lap is not None:  # its token will be nobody's
+            lap.write(self._meter)
         self._meter.sink.write(session.record(error))
         if error is not None:
             session.out.put_nowait(error)
@@ -288,17 +293,10 @@ class Head:
         for lap in laps:
             if lap.step is None or not lap.step.rows:
                 continue
-            lap.record = self._meter.measure(
-                lap.step,
-                arrived_ns=lap.arrived_ns,
-                sent_ns=when_ns,
-                prefill=lap.prefill,
-                bytes_in=lap.bytes_in,
-                bytes_out=lap.bytes_out,
-            )
+            lap.measure(self._meter, lap.step, when_ns)
             session = self._sessions.get(lap.step.session)
             if session is None or session.pending is not lap:
-                self._meter.write(lap.record, tpot_ms=lap.tpot_ms, ttft_ms=lap.ttft_ms)
+                lap.write(self._meter)
 
     async def _receive(self, inbound: Channel) -> None:
         while True:
@@ -333,8 +331,8 @@ class Head:
         if session is None:
             return  # it ended while its last lap was under way
         lap = session.take(header, when_ns, self._first.stage.vocab)
-        if lap is not None and lap.record is not None:
-            self._meter.write(lap.record, tpot_ms=lap.tpot_ms, ttft_ms=lap.ttft_ms)
+        if lap is not None:
+            lap.write(self._meter)
         try:
             session.finish = session.ends_with(header.token, self._context)
         except Exception as error:  # noqa: BLE001 - the caller's own ``accept``: its session ends, the others go on

@@ -12,6 +12,7 @@ import torch
 
 from splitlm.core.errors import ProtocolError, SplitlmError, from_exit_code
 from splitlm.core.sampling import FinishReason
+from splitlm.infer.meter import Meter
 from splitlm.infer.relay import Step
 from splitlm.infer.request import Request, TokenOut
 from splitlm.model import payload
@@ -44,6 +45,22 @@ class Lap:
     record: StepRecord | None = None
     tpot_ms: float | None = None
     ttft_ms: float | None = None
+
+    def measure(self, meter: Meter, step: Step, sent_ns: int) -> None:
+        """Its frames are with the kernel since then."""
+        self.record = meter.measure(
+            step,
+            arrived_ns=self.arrived_ns,
+            sent_ns=sent_ns,
+            prefill=self.prefill,
+            bytes_in=self.bytes_in,
+            bytes_out=self.bytes_out,
+        )
+
+    def write(self, meter: Meter) -> None:
+        """Its record, once there is one, with what its token told."""
+        if self.record is not None:
+            meter.write(self.record, tpot_ms=self.tpot_ms, ttft_ms=self.ttft_ms)
 
 
 @dataclass

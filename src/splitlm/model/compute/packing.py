@@ -107,7 +107,7 @@ class Packing:
         head = getattr(model, self.family.head)
         if isinstance(head, nn.Linear):
             started = time.perf_counter()
-            setattr(model, self.family.head, self._swap(head))
+            setattr(model, self.family.head, self._swap(head, self.kind.head_kind(head.weight)))
             table = getattr(getattr(model, self.family.base), self.family.embed)
             if getattr(table, "weight", None) is not head.weight:
                 _release(head)
@@ -133,12 +133,13 @@ class Packing:
         if known and self.kind.halves and table.weight.dtype is torch.float32:
             setattr(base, self.family.embed, HalfTable(table.weight.detach(), scale, table.weight.dtype))
 
-    def _swap(self, layer: nn.Module) -> Swapped:
+    def _swap(self, layer: nn.Module, kind: Kind | None = None) -> Swapped:
         weight, bias = matrix(layer)
-        return Swapped(self._pack(weight, bias), weight.dtype)
+        return Swapped(self._pack(weight, bias, kind), weight.dtype)
 
-    def _pack(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Product:
-        why = self.kind.misfit(weight)
+    def _pack(self, weight: torch.Tensor, bias: torch.Tensor | None, kind: Kind | None = None) -> Product:
+        kind = kind or self.kind
+        why = kind.misfit(weight)
         if why:
             self.left.append(why)
             return PlainProduct(weight, bias)
@@ -147,7 +148,7 @@ class Packing:
             some = weight[::COUNTED_ROWS]
             self.numbers += some.numel()
             self.inexact += int((some.half().to(some.dtype) != some).sum())
-        return self.kind.make(weight, bias)
+        return kind.make(weight, bias)
 
     def _fuse(self, block: nn.Module, base: Any) -> nn.Module | None:
         """The block, fused; None, and no other will be, where what came out is not what the block computes."""

@@ -186,6 +186,8 @@ class Kind:
         error: what the result may differ by, as a share of its largest number: a bound for sanity, not a promise.
         prepare: done before the first matrix is packed, once on a machine it may take seconds; why it fails, or "".
         instead: what the engine packs with where this kind does not work.
+        head: what the output head is packed with where that works and holds it; None for this kind. An error in a
+            logit is not averaged out by any later layer.
     """
 
     name: str
@@ -196,6 +198,7 @@ class Kind:
     halves: bool = False
     prepare: Callable[[], str] = _nothing
     instead: Kind | None = None
+    head: Kind | None = None
 
     def trial(self) -> Trial:
         """Which works here, this kind or what stands in for it. Packs and multiplies a small matrix to find out."""
@@ -206,6 +209,11 @@ class Kind:
             return Trial(None, why)
         other = self.instead.trial()
         return Trial(other.kind, why if not other.why else f"{why}; {other.why}")
+
+    def head_kind(self, weight: torch.Tensor) -> Kind:
+        """What packs this output head ``[vocab, hidden]`` here."""
+        head = self.head
+        return head if head is not None and not head.misfit(weight) and head.trial().kind is head else self
 
     def missing(self) -> str:
         """Why this machine can run neither this kind nor another in its stead; "" where it can."""
@@ -225,10 +233,11 @@ class Kind:
         return "" if worst <= self.error else f"its results are wrong by {worst:.1%}"
 
 
-_BYTES = Kind("int8 (torch)", ByteProduct, _any_fits, 1, 5e-2)
+_HALVES = Kind("fast", HalfProduct, _half_fits, 32, 2e-3, halves=True)
+_BYTES = Kind("int8 (torch)", ByteProduct, _any_fits, 1, 5e-2, head=_HALVES)
 KINDS = {
-    "fast": Kind("fast", HalfProduct, _half_fits, 32, 2e-3, halves=True),
-    "int8": Kind("int8 (native)", BlockProduct, finite, 32, 2e-2, prepare=prepare, instead=_BYTES),
-    "int4": Kind("int4", NibbleProduct, _nibble_fits, 1, 2e-1),
+    "fast": _HALVES,
+    "int8": Kind("int8 (native)", BlockProduct, finite, 32, 2e-2, prepare=prepare, instead=_BYTES, head=_HALVES),
+    "int4": Kind("int4", NibbleProduct, _nibble_fits, 1, 2e-1, head=_HALVES),
 }
 """By the engine that packs so."""
