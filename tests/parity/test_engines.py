@@ -20,7 +20,7 @@ from splitlm.model.compute.base import Job
 from splitlm.model.compute.fast import FusedEngine
 from splitlm.model.compute.fused import LAYOUTS, Turn
 from splitlm.model.compute.native.decoder import Decoder, decoder
-from splitlm.model.compute.products import HALF_BLOCK, HALF_MAX, KINDS, PlainProduct, products
+from splitlm.model.compute.products import HALF_BLOCK, HALF_MAX, KINDS, HalfProduct, PlainProduct, products
 from splitlm.model.load import ModelFiles
 from splitlm.model.stage import Stage, Step, build_stages
 from tests.model.made import edit_config, edit_tensors, make
@@ -287,3 +287,34 @@ def test_fewer_bits_are_near(compute: str, name: str, half: Callable[[str], Path
     a, b = logits([whole(half(name), "exact")], ids), logits([whole(half(name), compute)], ids)
     off = (a - b).abs().mean() / a.std()
     assert BOUND < off < {"int8": 0.1, "int4": 0.6}[compute]
+
+
+@pytest.mark.parametrize("compute", ["int8", "int4"])
+def test_fewer_bits_leave_the_head_its_sixteen_where_it_can_have_them(
+    compute: str, half: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if why := KINDS[compute].missing():
+        pytest.skip(f"{compute} does not work here: {why}")
+
+    def packed(folder: Path) -> tuple[type, set[type]]:
+        stage = whole(folder, compute)
+        assert stage.packing is not None and not stage.packing.left
+        head = stage.part.module.lm_head.product
+        return type(head), {type(product) for product in products(stage.part.module) if product is not head}
+
+    head, blocks = packed(half("llama"))
+    assert head is HalfProduct and len(blocks) == 1 and head not in blocks
+
+    def grown(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        tensors["lm_head.weight"][3, 4] = 2 * HALF_MAX
+        return tensors
+
+    head, blocks = packed(edit_tensors(build("llama-untied", tmp_path), grown))
+    assert {head} == blocks
+
+    def missing(*_: Any) -> None:
+        raise RuntimeError("no FBGEMM here")
+
+    monkeypatch.setattr(HalfProduct, "__init__", missing)
+    head, blocks = packed(half("llama"))
+    assert {head} == blocks

@@ -107,7 +107,7 @@ class Packing:
         head = getattr(model, self.family.head)
         if isinstance(head, nn.Linear):
             started = time.perf_counter()
-            setattr(model, self.family.head, self._swap(head, self.kind.head_kind(head.weight)))
+            setattr(model, self.family.head, self._swap(head, self.kind.head_kind(head.weight.detach())))
             table = getattr(getattr(model, self.family.base), self.family.embed)
             if getattr(table, "weight", None) is not head.weight:
                 _release(head)
