@@ -24,6 +24,22 @@ def test_steps_come_in_order_and_each_whatever_became_of_the_one_before() -> Non
     assert taken == ["first", "second"]
 
 
+def test_an_error_of_a_step_does_not_take_the_place_of_a_cancellation() -> None:
+    async def fails() -> None:
+        await asyncio.sleep(0.01)
+        raise OSError("lost")
+
+    async def main() -> None:
+        task = asyncio.create_task(leave(fails))
+        await asyncio.sleep(0.001)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError) as caught:
+            await task
+        assert isinstance(caught.value.__cause__, OSError)
+
+    asyncio.run(main())
+
+
 @pytest.mark.parametrize("turns", range(8))
 def test_a_task_that_is_cancelled_again_meanwhile_still_leaves_nothing(turns: int) -> None:
     held = {"thread", "links", "port"}

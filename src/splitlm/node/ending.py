@@ -10,8 +10,12 @@ from contextlib import AsyncExitStack
 async def leave(*steps: Callable[[], Awaitable[object]]) -> None:
     """Take each step, in this order and whatever became of the one before it.
 
-    A cancellation that comes meanwhile, or what a step raised, is raised after the last. The steps themselves have to
-    end: nothing here cuts them short. (A second Ctrl-C does: ``asyncio.run`` then cancels every task.)
+    The steps themselves have to end: nothing here cuts them short. (A second Ctrl-C does: ``asyncio.run`` then cancels
+    every task.)
+
+    Raises:
+        asyncio.CancelledError: it was cancelled meanwhile; from what a step raised, if one did.
+        BaseException: what a step raised.
     """
     task = asyncio.create_task(_each(steps))
     cancelled = False
@@ -20,9 +24,11 @@ async def leave(*steps: Callable[[], Awaitable[object]]) -> None:
             await asyncio.wait({task})
         except asyncio.CancelledError:
             cancelled = True
-    task.result()
-    if cancelled:
-        raise asyncio.CancelledError
+    error = None if task.cancelled() else task.exception()
+    if cancelled or task.cancelled():
+        raise asyncio.CancelledError from error
+    if error is not None:
+        raise error
 
 
 async def _each(steps: tuple[Callable[[], Awaitable[object]], ...]) -> None:
