@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import time
 from collections.abc import Iterator
@@ -45,7 +46,7 @@ def test_a_stage_on_another_machine_and_a_cable_that_is_cut(machines: Machines, 
 
         head, stage = pair(machines, stories, 400, "--ctrl-timeout", str(SILENCE_S / 2))
         assert head.stdout is not None
-        got = head.stdout.read(1)
+        got = os.read(head.stdout.fileno(), 1).decode()  # of the text and no more: ``communicate`` gives the rest
         machines.cut()
         begun = time.monotonic()
         out, err = head.communicate(timeout=60)
