@@ -75,10 +75,14 @@ class Process:
     def read_until(self, text: str) -> str:
         """Read stderr up to a line that holds the text, and return that line."""
         assert self.popen.stderr is not None
-        for line in self.popen.stderr:
-            self.lines.append(line)
-            if text in line:
-                return line
+        line = b""
+        while letter := os.read(self.popen.stderr.fileno(), 1):  # and not a letter more: ``communicate`` gives the rest
+            line += letter
+            if letter == b"\n":
+                self.lines.append(line.decode())
+                if text in self.lines[-1]:
+                    return self.lines[-1]
+                line = b""
         raise AssertionError(f"{text!r} never came:\n{''.join(self.lines)}")
 
     def wait(self, timeout: float = 60) -> Done:
