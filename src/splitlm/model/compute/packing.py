@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -107,7 +108,7 @@ class Packing:
         head = getattr(model, self.family.head)
         if isinstance(head, nn.Linear):
             started = time.perf_counter()
-            setattr(model, self.family.head, self._swap(head, self.kind.head_kind(head.weight.detach())))
+            setattr(model, self.family.head, self._swap(head, self.kind.for_head()))
             table = getattr(getattr(model, self.family.base), self.family.embed)
             if getattr(table, "weight", None) is not head.weight:
                 _release(head)
@@ -133,14 +134,16 @@ class Packing:
         if known and self.kind.halves and table.weight.dtype is torch.float32:
             setattr(base, self.family.embed, HalfTable(table.weight.detach(), scale, table.weight.dtype))
 
-    def _swap(self, layer: nn.Module, kind: Kind | None = None) -> Swapped:
+    def _swap(self, layer: nn.Module, kinds: Sequence[Kind] = ()) -> Swapped:
         weight, bias = matrix(layer)
-        return Swapped(self._pack(weight, bias, kind), weight.dtype)
+        return Swapped(self._pack(weight, bias, kinds), weight.dtype)
 
-    def _pack(self, weight: torch.Tensor, bias: torch.Tensor | None, kind: Kind | None = None) -> Product:
-        kind = kind or self.kind
-        why = kind.misfit(weight)
-        if why:
+    def _pack(self, weight: torch.Tensor, bias: torch.Tensor | None, kinds: Sequence[Kind] = ()) -> Product:
+        """By the first of these kinds, or by the engine's, that holds the matrix."""
+        for kind in kinds or (self.kind,):
+            if not (why := kind.misfit(weight)):
+                break
+        else:
             self.left.append(why)
             return PlainProduct(weight, bias)
         self.packed += 1

@@ -210,10 +210,9 @@ class Kind:
         other = self.instead.trial()
         return Trial(other.kind, why if not other.why else f"{why}; {other.why}")
 
-    def head_kind(self, weight: torch.Tensor) -> Kind:
-        """What packs this output head ``[vocab, hidden]`` here."""
-        head = self.head
-        return head if head is not None and not head.misfit(weight) and head.trial().kind is head else self
+    def for_head(self) -> tuple[Kind, ...]:
+        """What works here for the output head: the first that it fits."""
+        return (self.head, self) if self.head is not None and self.head.trial().kind is self.head else (self,)
 
     def missing(self) -> str:
         """Why this machine can run neither this kind nor another in its stead; "" where it can."""
