@@ -61,7 +61,7 @@ class Scene:
         pace_ms: of its workers.
         folders: of parties that have one of their own, in the order in which they are started.
         data: rows that are all a party's own.
-        threads: whether each party has a compute thread of its own; without dropout, whose generator is the process's.
+        threads: whether each party has a compute thread of its own.
         error: what it ended with.
         ends: what parties ended with that were not killed, by role and number.
         errors: the same of all parties, also of those that were given no number.

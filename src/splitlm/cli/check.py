@@ -140,8 +140,9 @@ def _show(voice: Console, result: Equivalence) -> None:
     if result.ring is not None:
         for line in told(result.ring.boundaries, result.ring.sides, result.ring.asked):
             voice.out(line)
-        exact = ", ".join(f"{b.kv_bytes:,}" for b in result.ring.done)
-        voice.out(f"KV bytes moved, as many as were due: {exact}")
+        if result.ring.done and not result.ring.failure:
+            exact = ", ".join(f"{b.kv_bytes:,}" for b in result.ring.done)
+            voice.out(f"KV bytes moved, as many as were due: {exact}")
     if result.ok:
         equal = all(outcome.comparison.bit_equal for outcome in result.outcomes)
         voice.out(f"The ring equals {_other(result)}" + (", bit for bit." if equal else " under this rule."))

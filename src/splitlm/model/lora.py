@@ -16,6 +16,7 @@ from transformers.pytorch_utils import Conv1D
 
 from splitlm.core.errors import UsageError
 from splitlm.model.family import Family
+from splitlm.model.generator import draws_apart
 from splitlm.model.tunable import TunableFiles, seed_of
 
 ADAPTER = "default"
@@ -80,7 +81,7 @@ def adapt(module: nn.Module, lora: Lora, targets: tuple[str, ...]) -> list[nn.Mo
         bias="none",
         fan_in_fan_out=turned,  # GPT-2 keeps its matrices the other way round
     )
-    with torch.random.fork_rng(devices=[]):
+    with draws_apart():
         inject_adapter_in_model(config, module, adapter_name=ADAPTER)
     return [layer for layer in module.modules() if isinstance(layer, LoraLayer)]
 

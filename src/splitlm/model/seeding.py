@@ -1,7 +1,7 @@
 """Dropout that does not depend on the cut: every module with dropout in it is seeded just before it runs.
 
 The seed is a hash of the run's seed, round, window, owner, microbatch, and the module's place in the whole model. The
-generator is the process's own: two compute threads of one process must not train with dropout at once.
+generator is the process's own, so a forward in training holds it (``model/generator``) from its first seed to its end.
 """
 
 from __future__ import annotations

@@ -8,6 +8,7 @@ import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
+from splitlm.model.generator import draws_apart
 from splitlm.model.quiet import no_bars
 
 VOCAB = 64
@@ -32,10 +33,8 @@ def build(folder: Path, blocks: int = BLOCKS) -> Path:
         eos_token_id=2,
         initializer_range=0.2,
     )
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(1)
-        with no_bars():
-            AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(folder)
+    with draws_apart(1), no_bars():
+        AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(folder)
     words = ["<unk>", "<s>", "</s>", *(chr(0x20 + i) for i in range(VOCAB - 3))]
     inner = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<unk>"))
     inner.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")

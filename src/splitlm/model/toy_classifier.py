@@ -9,6 +9,7 @@ import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoConfig, AutoModelForSequenceClassification, PreTrainedTokenizerFast
 
+from splitlm.model.generator import draws_apart
 from splitlm.model.quiet import no_bars
 
 SPECIAL = ("[PAD]", "[UNK]")
@@ -42,8 +43,7 @@ def build(
         attention_probs_dropout_prob=0.0,
         num_labels=classes,
     )
-    with torch.random.fork_rng(devices=[]), no_bars():
-        torch.manual_seed(1)
+    with draws_apart(1), no_bars():
         AutoModelForSequenceClassification.from_config(config, dtype=torch.float32).save_pretrained(folder)
     vocabulary = {word: i for i, word in enumerate((*SPECIAL, *words))}
     inner = Tokenizer(models.WordLevel(vocabulary, unk_token="[UNK]"))

@@ -17,6 +17,7 @@ from torch import nn
 
 from splitlm.core.errors import CheckpointError, UsageError
 from splitlm.model.config import read_config
+from splitlm.model.generator import draws_apart
 from splitlm.model.index import CheckpointIndex
 from splitlm.model.load import ModelFiles
 from splitlm.model.skeleton import block_factory, build_skeleton
@@ -150,12 +151,10 @@ class TunableFiles(ModelFiles):
         if holder is not None:
             holder._modules = {**holder._modules, place: trial}
             holder._buffers = {n: b if b is None else b.clone() for n, b in holder._buffers.items()}
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(seed_of(self.seed, prefix + path))
-            with torch.no_grad():
-                self._model._init_weights(trial)
-                if holder is not None:
-                    self._model._init_weights(holder)
+        with draws_apart(seed_of(self.seed, prefix + path)), torch.no_grad():
+            self._model._init_weights(trial)
+            if holder is not None:
+                self._model._init_weights(holder)
         made = trial._parameters[name]
         if made is None or bool(made.isnan().any()):
             raise CheckpointError(

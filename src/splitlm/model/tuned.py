@@ -15,6 +15,7 @@ from torch import nn
 
 from splitlm.core.cut import Segment
 from splitlm.core.errors import ModelError, ProtocolError
+from splitlm.model.generator import GENERATOR
 from splitlm.model.lora import ADAPTER, Lora, adapt, begin, targets_for
 from splitlm.model.part import Part
 from splitlm.model.seeding import Seeding
@@ -118,7 +119,7 @@ class TunedPart:
             ProtocolError: a graph of this microbatch is kept already, or inputs of a wrong shape or type.
         """
         leaf, given = self._given(key, inputs, mask, keep)
-        with torch.enable_grad() if keep else self._looking():
+        with self._training() if keep else self._looking():
             out: torch.Tensor = self._base(**given)[0]
         if keep:
             self._graphs[key] = (leaf, out)
@@ -136,7 +137,8 @@ class TunedPart:
             ModelError: the loss is not finite. Otherwise as ``forward``.
         """
         leaf, given = self._given(key, inputs, mask, keep=True)
-        total, count = goal.value(goal.run(self._head(given), *self._seen(leaf, inputs, mask)), labels)
+        with self._training():
+            total, count = goal.value(goal.run(self._head(given), *self._seen(leaf, inputs, mask)), labels)
         value = float(total.detach())
         if not torch.isfinite(total):
             raise ModelError(
@@ -150,6 +152,12 @@ class TunedPart:
         leaf, given = self._given((-1, -1), inputs, mask, keep=False)
         with self._looking():
             return goal.run(self._head(given), *self._seen(leaf, inputs, mask))
+
+    @contextlib.contextmanager
+    def _training(self) -> Iterator[None]:
+        """A graph, and dropout from a generator that nobody else seeds meanwhile."""
+        with GENERATOR if self._module.training else contextlib.nullcontext(), torch.enable_grad():
+            yield
 
     @contextlib.contextmanager
     def _looking(self) -> Iterator[None]:
