@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -206,3 +208,20 @@ def test_the_module_is_the_command() -> None:
     code += "import runpy; runpy.run_module('splitlm', run_name='__main__')"
     done = subprocess.run([*command, code], capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout == f"splitlm {splitlm.__version__}\n"
+
+
+@pytest.mark.usefixtures("interpreters")
+def test_other_libraries_say_nothing(tiny: Callable[[str], Path], tmp_path: Path) -> None:
+    """transformers warns of keys that it does not use; neither the head nor its stage passes that on."""
+    folder = shutil.copytree(tiny("llama"), tmp_path / "model")
+    config = json.loads((folder / "config.json").read_text())
+    config["rope_parameters"] |= {"strange": 1.0}
+    (folder / "config.json").write_text(json.dumps(config))
+    words = ["generate", str(folder), "--stages", "2", "--prompt", "A", "-n", "2", "--no-trace", "-q"]
+    command = [sys.executable, "-m", "splitlm", *words]
+    env = {name: value for name, value in os.environ.items() if name != "TRANSFORMERS_VERBOSITY"}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False, env=env)
+    assert (done.returncode, done.stderr) == (0, "")
+    loud = {**env, "TRANSFORMERS_VERBOSITY": "warning"}  # the user's own word counts
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False, env=loud)
+    assert done.returncode == 0 and "strange" in done.stderr

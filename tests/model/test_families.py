@@ -4,15 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from splitlm.core.cut import make_cut
 from splitlm.core.errors import CheckpointError, ModelError, UnknownFamilyError
+from splitlm.model import family as family_module
 from splitlm.model.family import FAMILIES, find_family
 from splitlm.model.load import ModelFiles
 from splitlm.model.sizes import ModelShape
+from splitlm.model.skeleton import compute_buffers
 from splitlm.model.stage import build_stages
 from tests.model.made import PROMPT, chain, edit_config, edit_tensors, make, same_as_uncut
 from tests.tiny import COMMON, CONTEXT, GEMMA2_LAYERS, WINDOW
@@ -159,6 +162,46 @@ def test_a_type_that_nobody_knows_is_refused_with_what_was_looked_for(tmp_path: 
     with pytest.raises(UnknownFamilyError, match="no model family 'nonsense'"):
         ModelFiles(folder, family="nonsense")
     assert find_family("mamba", "llama").name == "llama"
+
+
+def test_a_type_with_a_family_of_its_own_is_taken_for_no_other(tmp_path: Path) -> None:
+    """Granite scales what enters it; as a llama every stage would do so again."""
+    folder = make(tmp_path, *ROWS["granite"])
+    with pytest.raises(
+        UnknownFamilyError, match=r"type 'granite' was to be taken for one of the llama.*granite, which"
+    ):
+        ModelFiles(folder, family="llama")
+    assert ModelFiles(folder, family="granite").family.name == "granite"
+
+
+@pytest.mark.parametrize("loader", ["shard", "hf"])
+def test_a_type_that_scales_what_enters_it_is_no_llama(
+    loader: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The table is taken away: granite is then a type that nobody knows."""
+    folder = make(tmp_path, *ROWS["granite"])
+    unknown = tuple(family for family in FAMILIES if family.name != "granite")
+    monkeypatch.setattr(family_module, "FAMILIES", unknown)
+    with pytest.raises(UnknownFamilyError, match="GraniteModel changes what it is given before its blocks"):
+        ModelFiles(folder, family="llama").load(make_cut(5, (2,)).segments, loader=loader)
+    ModelFiles(folder, family="llama").load(make_cut(5, ()).segments, loader=loader)  # nothing is handed over
+
+
+@pytest.mark.parametrize(
+    ("row", "flag", "value"),
+    [("gemma3", "use_bidirectional_attention", True), ("llama", "is_causal", False), ("mistral", "is_causal", None)],
+)
+def test_a_model_whose_tokens_see_later_ones_is_refused(row: str, flag: str, value: object, tmp_path: Path) -> None:
+    folder = edit_config(make(tmp_path, *TINY[row]), **{flag: value})
+    with pytest.raises(UnknownFamilyError, match=rf"config\.json: {flag} is {value}: its tokens see those"):
+        ModelFiles(folder)
+
+
+def test_a_boolean_buffer_that_no_file_stores_is_refused(tmp_path: Path) -> None:
+    model = torch.nn.Module()
+    model.register_buffer("bias", torch.ones(2, dtype=torch.bool, device="meta"), persistent=False)
+    with pytest.raises(CheckpointError, match=r"buffer \.bias could not be computed"):
+        compute_buffers(model, str(tmp_path))
 
 
 @pytest.mark.parametrize("family", ["", "gemma3", "llama"])

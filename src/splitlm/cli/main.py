@@ -116,6 +116,7 @@ def main() -> None:
     # Spinning OpenMP threads would take the core that the next stage computes on. torch reads this on import.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # what it warns of in a config is checked here
     interrupts = Interrupts()
     interrupts.install()
     if isinstance(sys.stdout, io.TextIOWrapper):  # text that the terminal's encoding lacks is no reason to stop

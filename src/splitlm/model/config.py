@@ -83,6 +83,8 @@ def read_config(folder: Path, raw: Mapping[str, Any], family: Family) -> Any:
         for flag in family.refused:
             if getattr(config, flag, False):
                 raise UnknownFamilyError(f"{flag} is set", where=where, expected=f"a {family.name} model without it")
+        if family.task == "causal":
+            _check_causal(config, where)
     return config
 
 
@@ -90,6 +92,18 @@ def _check_dtype(config: Any, where: str) -> None:
     dtype = getattr(config, "dtype", None)
     if dtype is not None and not isinstance(dtype, torch.dtype):
         raise _wrong(where, "dtype", dtype, "the name of an element type, such as float32")
+
+
+def _check_causal(config: Any, where: str) -> None:
+    """Every token sees those before it and no other: what a cache of keys and values takes for granted."""
+    for flag, usual in (("is_causal", True), ("use_bidirectional_attention", False)):
+        value = getattr(config, flag, usual)
+        if bool(value) is not usual:
+            raise UnknownFamilyError(
+                f"{flag} is {value}: its tokens see those that come after them",
+                where=where,
+                expected="a model that can write a text from left to right",
+            )
 
 
 def config_hash(config: Any) -> str:

@@ -121,25 +121,32 @@ FAMILIES: tuple[Family, ...] = (
         task="classify",
         lora=("query", "value"),
         block="BertLayer",
-        refused=("is_decoder", "add_cross_attention"),
+        refused=("is_decoder", "add_cross_attention", "chunk_size_feed_forward"),
     ),
 )
 
 
 def find_family(model_type: str, override: str = "", where: str = "") -> Family:
-    """The family of a ``model_type``, or the one that the caller names.
+    """The family of a ``model_type``, or the one that the caller names for a type that has none.
 
     Raises:
-        UnknownFamilyError: neither is in the table; the message says what was looked for.
+        UnknownFamilyError: neither is in the table, or the type has another family; the message says which.
     """
     known = ", ".join(family.name for family in FAMILIES)
-    for family in FAMILIES:
-        if family.name == override or (not override and model_type in family.model_types):
-            return family
-    if override:
+    own = next((family for family in FAMILIES if model_type in family.model_types), None)
+    named = next((family for family in FAMILIES if family.name == override), own)
+    if override and (named is None or named.name != override):
         raise UnknownFamilyError(
             f"There is no model family {override!r}", where="--model-family", expected=f"one of {known}"
         )
+    if own is not None and named is not own:
+        raise UnknownFamilyError(
+            f"A model of type {model_type!r} was to be taken for one of the {override} family",
+            where="--model-family",
+            expected=f"{own.name}, which is its own, or nothing",
+        )
+    if named is not None:
+        return named
     types = ", ".join(sorted(t for family in FAMILIES for t in family.model_types))
     raise UnknownFamilyError(
         f"The model type {model_type!r} is in no family",

@@ -44,7 +44,7 @@ def element_type(name: str, index: CheckpointIndex, config: Any) -> torch.dtype:
     chosen: torch.dtype | None = told if told is not None else next(iter(stored)) if len(stored) == 1 else None
     if chosen is None or chosen not in DTYPES.values():
         raise CheckpointError(
-            f"The checkpoint's element types are {', '.join(sorted(map(str, stored)))}",
+            f"The checkpoint's element types are {', '.join(sorted(map(str, stored))) or 'not of floating point'}",
             where=folder,
             expected="one of " + ", ".join(DTYPES),
             remedy="Choose one with --dtype",

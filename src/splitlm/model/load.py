@@ -30,6 +30,7 @@ from splitlm.model.skeleton import (
     BlockFactory,
     block_factory,
     build_skeleton,
+    check_walk,
     compute_buffers,
     leave_out,
     set_blocks,
@@ -73,6 +74,7 @@ class ModelFiles:
         self._where = str(folder / "config.json")
         self.index = self._open(folder)
         self.family: Family = find_family(str(self.index.config.get("model_type")), family, self._where)
+        self._named = bool(family)
         if self.family.task not in self.tasks:
             raise UnknownFamilyError(
                 f"A model of the {self.family.name} family generates no text",
@@ -134,7 +136,8 @@ class ModelFiles:
                 where=self._where,
                 expected=f"tensors {prefix}{missing[0] if missing else self.blocks - 1}.…"
                 + ("" if missing else " and no further block"),
-                remedy="Use the config.json that the weights were saved with",
+                remedy="Use the config.json that the weights were saved with"
+                + (", or choose another family with --model-family" if self._named else ""),
             )
 
     def key(self, name: str) -> str:
@@ -227,6 +230,7 @@ class ModelFiles:
         # After the shapes are known to be right: a wrong head size asks for gigabytes of rotary frequencies.
         # Before the weights: a module's parameters are initialised along with its buffers.
         compute_buffers(model, where)
+        self._check_walk(model, segment)
         built = time.perf_counter()
         read_s = self._fill(model, keys[0], shared)
         pack_ms = packing.ms if packing is not None else 0.0
@@ -295,6 +299,7 @@ class ModelFiles:
         base = getattr(model, self.family.base)
         kept = list(self.family.blocks_of(base))[segment.begin : segment.end]
         leave_out(model, self.family, segment, self.dtype)
+        self._check_walk(model, segment)
         set_blocks(model, self.family, segment, kept, self.config)
         own_memory(model)
         if self.tied and (segment.embed or segment.head):
@@ -310,6 +315,10 @@ class ModelFiles:
                 packing.head(model)
             timings["pack"] = (time.perf_counter() - done) * 1e3
         return Part(segment, model, self._windows_of(segment), timings)
+
+    def _check_walk(self, model: Any, segment: Segment) -> None:
+        if self._named and not segment.embed and self.family.task == "causal":
+            check_walk(model, self.family, self.hidden, self.dtype, str(self.folder))
 
     def _windows_of(self, segment: Segment) -> list[int | None]:
         return [self.windows[i] for i in segment.blocks]

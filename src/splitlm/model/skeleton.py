@@ -140,6 +140,35 @@ def leave_out(model: Any, family: Family, segment: Segment, dtype: torch.dtype) 
         setattr(model, family.head, nn.Identity())
 
 
+@torch.no_grad()
+def check_walk(model: Any, family: Family, hidden: int, dtype: torch.dtype, where: str) -> None:
+    """Make sure that a base model without embedding hands its blocks what it was given, for a type of no family's own.
+
+    One that scales or projects what enters it would do so on every stage. To be called once its buffers are filled.
+
+    Raises:
+        UnknownFamilyError: it does.
+    """
+    base = getattr(model, family.base)
+    norm, blocks = getattr(base, family.norm), family.blocks_of(base)
+    given = torch.linspace(-2, 2, 2 * hidden, dtype=dtype).reshape(1, 2, hidden)
+    try:
+        setattr(base, family.norm, nn.Identity())
+        family.set_blocks(base, nn.ModuleList())
+        with foreign("The model cannot be walked without blocks", where, f"a model of the {family.name} layout"):
+            passed = base(inputs_embeds=given.clone(), use_cache=False)[0]
+    finally:
+        setattr(base, family.norm, norm)
+        family.set_blocks(base, blocks)
+    if not torch.equal(passed, given):
+        raise UnknownFamilyError(
+            f"{type(base).__name__} changes what it is given before its blocks see it",
+            where=where,
+            expected=f"hidden states to pass as they are, as in the {family.name} family",
+            remedy="A cut of it would compute something else; use it uncut elsewhere",
+        )
+
+
 def set_blocks(model: Any, family: Family, segment: Segment, blocks: list[nn.Module], whole: Any) -> None:
     """Give the base model its blocks, and a config with as many layers as they are, of their kinds.
 
@@ -177,6 +206,8 @@ def compute_buffers(model: Any, where: str) -> None:
             continue
         for b in lost:
             like = getattr(module, b)
+            if like.dtype == torch.bool:  # no value of it could tell whether it was filled
+                raise _unfilled(name, b, where)
             setattr(module, b, torch.full_like(like, _unset(like.dtype), device="cpu"))
         with foreign(f"transformers cannot compute the buffers of {name}", where, "a config that it can use"):
             model._init_weights(module)

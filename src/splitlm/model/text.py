@@ -307,6 +307,9 @@ def _load_tokenizer(directory: Path) -> Any:
     try:
         return AutoTokenizer.from_pretrained(str(directory), local_files_only=True, trust_remote_code=False)
     except Exception as error:  # tokenizers raises plain Exception for a damaged tokenizer.json
+        from splitlm.model.config import hash_of_folder
+
+        hash_of_folder(directory)  # the tokenizer's class reads config.json too: if that is wrong, it is what to name
         reason = " ".join(str(error).split())[:200]
         raise ModelError(
             f"the tokenizer cannot be loaded ({type(error).__name__}: {reason})",

@@ -54,7 +54,9 @@ class Built:
         elif meta.uncompiled:
             found.append(f"computes more slowly than it could: {meta.uncompiled.rstrip('.')}")
         if meta.unpacked:
-            found.append(f"a matrix stays in float32: {meta.unpacked[0]}")
+            count = meta.unpacked_count
+            what = "a matrix stays" if count == 1 else f"{count} matrices stay"
+            found.append(f"{what} in float32: {meta.unpacked[0]}{', …' * (count > 1)}")
         return "; ".join(found)[:NOTE_CHARS]
 
     @property
@@ -115,6 +117,7 @@ def build_node(files: ModelFiles, cut: Cut, node: int, name: str, settings: Buil
         pack_ms=timings["pack"],
         inexact=packing.inexact / packing.numbers if packing is not None and packing.numbers else 0.0,
         unpacked=packing.left[:UNPACKED] if packing is not None else [],
+        unpacked_count=len(packing.left) if packing is not None else 0,
         construct_ms=timings["construct"],
         read_ms=timings["read"],
         assign_ms=timings["assign"],

@@ -45,7 +45,7 @@ class Member:
     report: Report | None = None
 
     def __str__(self) -> str:
-        return f"Node {self.node} ({self.join.name})" if self.node else f"The stage {self.join.name}"
+        return f"Node {self.node} ({self.join.name})" if self.node else f"The {self.join.name}"
 
 
 class Members:
@@ -193,7 +193,7 @@ class Members:
 
     def _first_gap(self, blocks: int) -> int:
         """The first block that neither the head nor a stage that came holds; ``blocks`` when there is none."""
-        at = self._settings.static or 0
+        at, before = self._settings.static or 0, "the head"
         for member in sorted(self._members.values(), key=lambda m: m.join.begin or 0):
             begin, end = member.join.begin, member.join.end
             if begin is None or end is None:
@@ -202,13 +202,17 @@ class Members:
                     remedy="Give it --layer-begin, --layer-end and its addresses",
                 )
             if begin < at:
-                raise CutError(f"{member} holds blocks from {begin}", expected=f"{at}, where the stage before it ends")
+                raise CutError(
+                    f"{member} holds blocks from {begin}, which {before} holds already",
+                    expected=f"{at}, where that one ends",
+                    remedy="Start one stage for each place",
+                )
             end = end if end >= 0 else blocks
             if not begin < end <= blocks:
                 raise CutError(f"{member} holds blocks [{begin}, {end})", expected=f"blocks below {blocks}")
             if begin > at:
                 break
-            at = end
+            at, before = end, member.join.name
         return at
 
     def _held(self) -> str:

@@ -84,6 +84,7 @@ class StageMeta(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, t
         pack_ms: packing its weights.
         inexact: share of the packed numbers that float16 does not hold exactly.
         unpacked: matrices that could not be packed and stay in float32, and why; the first few.
+        unpacked_count: how many they are.
         construct_ms: building the modules on the meta device.
         read_ms: reading tensors; ``read_kind`` says what that is.
         assign_ms: assigning them to the modules.
@@ -113,6 +114,7 @@ class StageMeta(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, t
     pack_ms: float = 0.0
     inexact: float = 0.0
     unpacked: list[str] = []
+    unpacked_count: int = 0
 
 
 class Session(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag_field="record", tag="session"):
