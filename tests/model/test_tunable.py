@@ -11,7 +11,7 @@ import torch
 
 from splitlm.core.cut import Segment
 from splitlm.model.tunable import TunableFiles
-from tests.tiny_tune import BLOCKS, build
+from tests.tiny_tune import BLOCKS, CLASSES, build
 
 
 def load(folder: Path, segment: Segment) -> Any:
@@ -44,3 +44,15 @@ def test_gpt2_begins_its_way_back_into_the_stream_smaller(tmp_path: Path) -> Non
         assert torch.equal(made, getattr(whole, part).c_proj.weight)
         assert not getattr(block, part).c_proj.bias.any()
     assert float(block.attn.c_attn.weight.std()) == pytest.approx(0.1, rel=0.15)
+
+
+def test_a_head_of_more_classes_than_the_rows_have_is_kept(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """An owner may lack the last class; a head that lacks one of the rows' classes is made anew, and that is told."""
+    files = TunableFiles(build("bert", tmp_path), classes=CLASSES - 1)
+    stored = files.index.read("classifier.weight", torch.float32)
+    (part,) = files.load([Segment(0, BLOCKS, embed=True, head=True)])
+    assert torch.equal(part.module.classifier.weight, stored) and stored.shape[0] == CLASSES
+    assert files.config.num_labels == CLASSES and not caplog.messages
+    (wider,) = TunableFiles(tmp_path, classes=CLASSES + 1).load([Segment(0, BLOCKS, embed=True, head=True)])
+    assert wider.module.classifier.weight.shape[0] == CLASSES + 1
+    assert "its head is of 4 classes and the rows have 5: it is made anew" in caplog.text

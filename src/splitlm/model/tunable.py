@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import hashlib
+import logging
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,8 @@ from splitlm.model.generator import draws_apart
 from splitlm.model.index import CheckpointIndex
 from splitlm.model.load import ModelFiles
 from splitlm.model.skeleton import block_factory, build_skeleton
+
+_log = logging.getLogger(__name__)
 
 OLD_NAMES = {"LayerNorm.weight": "LayerNorm.gamma", "LayerNorm.bias": "LayerNorm.beta"}
 """How the first published checkpoints called them."""
@@ -80,9 +83,22 @@ class TunableFiles(ModelFiles):
                 if getattr(config, name, None) is not None:
                     setattr(config, name, list(getattr(config, name))[: self._take])
         if self._classes and self.family.task == "classify":
-            config.num_labels = self._classes
+            config.num_labels = max(self._classes, stored := self._stored_classes)
+            if 0 < stored < self._classes:
+                _log.warning(
+                    "%s: its head is of %d classes and the rows have %d: it is made anew",
+                    self.folder,
+                    stored,
+                    self._classes,
+                )
             config.problem_type = "single_label_classification"
         return config
+
+    @property
+    def _stored_classes(self) -> int:
+        """Classes of a head that is taken from the checkpoint; 0 where there is none."""
+        entry = None if self._scratch else self.index.entries.get(self.family.head_key)
+        return int(entry.shape[0]) if entry is not None and entry.shape else 0
 
     def _check_blocks(self) -> None:
         if not self._scratch and not self._take:
@@ -104,7 +120,7 @@ class TunableFiles(ModelFiles):
     def is_fresh(self, _key: str) -> bool:
         """Whether a tensor is made here: all of them from scratch, or a classifier's head that was never stored.
 
-        A stored head of another number of classes is one for other labels, and is made anew too.
+        A stored head of fewer classes than the rows have is made anew too; one of more keeps those that have no row.
         """
         if self._scratch:
             return True
