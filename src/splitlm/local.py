@@ -14,9 +14,11 @@ import asyncio
 import functools
 import secrets
 import threading
-from collections.abc import Callable, Iterator, Sequence
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import CancelledError, Future
 from contextlib import closing, suppress
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -30,7 +32,7 @@ from splitlm.core.sampling import FinishReason, Sampling
 from splitlm.core.shifts import Shift
 from splitlm.infer.generation import Generation as Generation
 from splitlm.infer.head import Head
-from splitlm.infer.request import Request, TokenOut, seeded
+from splitlm.infer.request import Request, TokenOut, counted, seeded, stops, token_ids
 from splitlm.infer.text import TextStream
 from splitlm.model.load import Loader, ModelFiles
 from splitlm.model.source import resolve
@@ -137,6 +139,7 @@ class Ring:
         self._thread: LoopThread | None = None
         self._host: RingHost | None = None
         self._served: Future[None] | None = None
+        self._unclosed: weakref.finalize[..., Ring] | None = None
         self._head: Head | None = None
         self._codec: TextCodec | None = None
         self.settings: RingSettings | None = None
@@ -166,6 +169,8 @@ class Ring:
                 fresh_folder(settings.trace_dir)
             host = self._host = thread.call(self._make_host(settings))
             self._served = thread.submit(host.serve())
+            self._unclosed = weakref.finalize(self, thread.abandon, host.stop.set, self._served)
+            self._unclosed.atexit = False  # stages see themselves that this process is gone
             self._head = thread.call(self._started(host))
         except BaseException:
             self.close()
@@ -180,11 +185,13 @@ class Ring:
     def close(self) -> None:
         """Stop the stages and free everything; safe to call twice, and while other threads generate.
 
-        Their generations end with a NetworkError.
+        Their generations end with a NetworkError. In a forked child it does nothing: the ring is the parent's.
         """
         with self._lock:
             thread, self._thread = self._thread, None
-        if thread is None:
+        if self._unclosed is not None:
+            self._unclosed.detach()
+        if thread is None or thread.forked:
             return
         host, served = self._host, self._served
         self._served = self._head = None
@@ -258,7 +265,7 @@ class Ring:
 
     def generate(
         self,
-        prompt: str | Sequence[int],
+        prompt: str | Iterable[int],
         *,
         max_new_tokens: int = 128,
         sampling: Sampling | None = None,
@@ -270,21 +277,22 @@ class Ring:
         """Generate to the end. Several threads may call it at once; their sessions share the ring.
 
         Args:
-            prompt: text, or token ids as they are.
+            prompt: text, or token ids as they are: a sequence, or an array of one dimension.
             stop: strings (or one) that end it; they are not part of the text.
             ignore_eos: go on after an end-of-sequence token.
             logits: also return the logits of every token (they travel; for checks).
             on_text: takes each piece of text as it becomes certain.
 
         Raises:
-            PromptError: no token, or more than the context holds.
+            PromptError: no token, more than the context holds, or something else than ids of this model.
+            UsageError: a setting out of range or of another type.
             NetworkError: a stage was lost.
         """
         tokens: list[int] = []
         kept: list[torch.Tensor] = []
         pieces: list[str] = []
         finish: FinishReason = "length"
-        ids = self.codec.encode(prompt) if isinstance(prompt, str) else list(prompt)
+        ids = self._ids(prompt)
         chosen = seeded(sampling)
         for item, text in self._run(ids, max_new_tokens, chosen, stop, ignore_eos, logits):
             if item is not None:
@@ -301,7 +309,7 @@ class Ring:
 
     def stream(
         self,
-        prompt: str | Sequence[int],
+        prompt: str | Iterable[int],
         *,
         max_new_tokens: int = 128,
         sampling: Sampling | None = None,
@@ -309,10 +317,13 @@ class Ring:
         ignore_eos: bool = False,
     ) -> Iterator[str]:
         """Pieces of text as they become certain; leaving the loop early ends the session. See ``generate``."""
-        ids = self.codec.encode(prompt) if isinstance(prompt, str) else list(prompt)
+        ids = self._ids(prompt)
         for _, text in self._run(ids, max_new_tokens, seeded(sampling), stop, ignore_eos, False):
             if text:
                 yield text
+
+    def _ids(self, prompt: str | Iterable[int]) -> list[int]:
+        return self.codec.encode(prompt) if isinstance(prompt, str) else token_ids(prompt)
 
     def _run(
         self,
@@ -327,11 +338,12 @@ class Ring:
         codec, head, thread = self.codec, self._head, self._thread
         if head is None or thread is None:
             raise not_open()
-        text = TextStream(codec, ids, stop)
         eos = frozenset() if ignore_eos else codec.eos_ids
-        request = Request(tuple(ids), max_new_tokens, sampling, eos, logits=logits, accept=text.accept)
+        request = Request(tuple(ids), counted(max_new_tokens), sampling, eos, logits=bool(logits))
+        request.check(self.files.context, self.files.vocab)  # before the tokenizer sees ids that it cannot take
+        text = TextStream(codec, ids, stops(stop))
         finish: FinishReason | None = None
-        with closing(thread.iterate(head.generate(request))) as items:
+        with closing(thread.iterate(head.generate(replace(request, accept=text.accept)))) as items:
             for item in items:
                 finish = item.finish
                 yield item, text.text(item)

@@ -93,7 +93,17 @@ def test_a_row_that_is_lost_on_the_way_ends_with_1(
 
 
 @pytest.mark.parametrize(
-    "wrong", [["--shift-at", "8"], ["--shift-at", "0"], ["--tokens", "1"], ["--cuts", "9"], ["--stages", "1"]]
+    "wrong",
+    [
+        ["--shift-at", "8"],
+        ["--shift-at", "0"],
+        ["--tokens", "1"],
+        ["--cuts", "9"],
+        ["--stages", "1"],
+        ["--threads", "0"],
+        ["--threads", "1025"],
+        ["--threads", "99999999999"],
+    ],
 )
 def test_wrong_options_are_usage_errors(wrong: list[str], tiny: Callable[[str], Path]) -> None:
     assert check(tiny("llama"), *wrong) == 2

@@ -152,3 +152,13 @@ def test_default_prompts_pass_window_and_chunk_and_fit_the_context(tiny: Callabl
 def test_a_golden_text_that_is_not_there_is_told_before_the_ring_starts(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="golden"):
         room.equivalence("nothing", golden=tmp_path / "no.txt")
+
+
+@pytest.mark.parametrize("threads", [1025, 2**40])
+def test_more_threads_than_can_be_had_are_a_usage_error(threads: int, tiny: Callable[[str], Path]) -> None:
+    before = torch.get_num_threads()
+    with pytest.raises(UsageError, match=r"^--threads: "), room.intra_op_threads(threads):
+        pytest.fail("it computes")
+    with pytest.raises(UsageError, match=r"^--threads: "):
+        room.equivalence(str(tiny("llama")), threads=threads)
+    assert torch.get_num_threads() == before

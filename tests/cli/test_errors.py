@@ -125,6 +125,8 @@ def test_a_cut_that_cannot_be(verb: str, options: str, says: str, model: Path) -
     ("options", "says"),
     [
         ("--threads -1", "--threads: It is -1"),
+        ("--threads 1025", "--threads: threads is 1025. Expected a whole number from 0 to 1024"),
+        ("--threads 3000000000", "--threads: threads is 3000000000"),
         ("--max-new-tokens 0", "--max-new-tokens: It is 0"),
         ("--max-new-tokens -1", "--max-new-tokens: It is -1"),
         ("--prefill-chunk 0", "--prefill-chunk: It is 0"),
@@ -136,6 +138,7 @@ def test_a_cut_that_cannot_be(verb: str, options: str, says: str, model: Path) -
         ("--temperature -1", "--temperature"),
         ("--top-p 0", "--top-p"),
         ("--top-k -1", "--top-k"),
+        ("--top-k 99999999999999999999999", "--top-k: top-k is 99999999999999999999999"),
         ("--loader mmap", "--loader: 'mmap'"),
         ("--compute quick", "--compute: 'quick'"),
         ("--log-level loud", "--log-level: 'loud'"),
@@ -213,6 +216,7 @@ def test_a_head_that_never_comes() -> None:
     done = run("stage", "--join", where, "--deadline", "0.3", "--no-trace")
     refused(done, 3, where, "waited 0.3 s for the head", "refused")
     refused(run("stage", "--join", "no-such-host.invalid:1", "--no-trace"), 3, "cannot be resolved")
+    refused(run("stage", "--join", where, "--threads", "1025", "--no-trace"), 2, "--threads: threads is 1025")
 
 
 @pytest.mark.parametrize("verb", ["generate", "stage"])

@@ -12,8 +12,8 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 
-from splitlm.core.errors import SplitlmError
-from splitlm.model.runner import Runner
+from splitlm.core.errors import SplitlmError, UsageError
+from splitlm.model.runner import MAX_THREADS, Runner
 
 
 def test_jobs_run_in_order_on_one_other_thread() -> None:
@@ -42,6 +42,34 @@ def test_the_number_of_threads_is_that_of_the_compute_thread() -> None:
     same = Runner()
     assert asyncio.run(same.run(torch.get_num_threads)) == before
     same.close()
+
+
+@pytest.mark.parametrize("threads", [-1, MAX_THREADS + 1, 2**70, 1.5])
+def test_a_number_of_threads_that_no_machine_has_starts_nothing(threads: int) -> None:
+    before = threading.active_count()
+    with pytest.raises(UsageError, match=r"^--threads: .*Expected a whole number from 0 to"):
+        Runner(threads)
+    assert threading.active_count() == before
+
+
+def test_where_the_thread_cannot_begin_every_job_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody waits for ever: neither those that were there before it failed, nor those that come later."""
+
+    def fails(_: int) -> None:
+        raise ValueError("Overflow when unpacking long")
+
+    monkeypatch.setattr(torch, "set_num_threads", fails)
+    runner = Runner(2)
+
+    async def main() -> None:
+        async with asyncio.timeout(10):
+            for _ in range(3):
+                with pytest.raises(SplitlmError, match=r"could not begin .*Overflow.*--threads"):
+                    await runner.run(lambda: 7)
+
+    asyncio.run(main())
+    runner.close(5)
+    assert not any(thread.name == "splitlm-compute" for thread in threading.enumerate())
 
 
 @pytest.mark.parametrize("error", [ValueError("x"), SplitlmError("x"), SystemExit(3), GeneratorExit()])

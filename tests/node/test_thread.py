@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import gc
+import os
+import signal
 import threading
-from concurrent.futures import CancelledError, ThreadPoolExecutor
+import weakref
+from collections.abc import AsyncIterator
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 
 import pytest
 
@@ -85,3 +90,78 @@ def test_work_handed_in_while_it_closes_is_never_lost() -> None:
             start.wait()
             thread.close()
             assert all(0 <= job.result(20) <= 200 for job in jobs)
+
+
+class _Owner:
+    """Holds a thread and a job of it, as a ring does."""
+
+    def __init__(self) -> None:
+        self.thread = LoopThread("splitlm-test")
+        self.stop = asyncio.Event()
+        self.ended = threading.Event()
+        self.job = self.thread.submit(_serve(self.stop, self.ended))
+        weakref.finalize(self, self.thread.abandon, self.stop.set, self.job)
+
+
+async def _serve(stop: asyncio.Event, ended: threading.Event) -> None:
+    await stop.wait()
+    await asyncio.sleep(0.01)
+    ended.set()
+
+
+def _gone(name: str) -> bool:
+    for thread in threading.enumerate():
+        if thread.name == name:
+            thread.join(10)
+    return not any(thread.name == name for thread in threading.enumerate())
+
+
+def test_a_dropped_owners_job_ends_in_order_and_then_its_thread() -> None:
+    owner = _Owner()
+    ended = owner.ended
+    with pytest.warns(ResourceWarning, match="without close"):
+        del owner
+        gc.collect()
+    assert ended.wait(10)
+    assert _gone("splitlm-test")
+
+
+def test_the_loops_own_thread_may_collect_the_owner() -> None:
+    """A garbage collector runs in whatever thread makes an object: it must not wait there for that thread."""
+    owner = [_Owner()]
+    ended, thread = owner[0].ended, owner[0].thread
+
+    async def drop() -> None:
+        owner.clear()
+        gc.collect()
+
+    with pytest.warns(ResourceWarning, match="without close"):
+        thread.call(drop())
+    assert ended.wait(10)
+    assert _gone("splitlm-test")
+
+
+def test_a_forked_child_is_told_that_the_loop_is_its_parents() -> None:
+    """Its copy has no such thread: it would wait for ever. Nor does closing there end anything here."""
+    thread = LoopThread("splitlm-test")
+
+    async def letters() -> AsyncIterator[str]:
+        yield "a"
+
+    child = os.fork()
+    if child == 0:
+        signal.alarm(20)
+        code = 1
+        try:
+            for use in (lambda: thread.call(asyncio.sleep(0)), lambda: list(thread.iterate(letters()))):
+                with pytest.raises(NetworkError, match="forked from it"):
+                    use()
+            thread.abandon(lambda: None, Future())
+            thread.close()
+            code = 0
+        finally:
+            os._exit(code)
+    _, status = os.waitpid(child, 0)
+    assert os.waitstatus_to_exitcode(status) == 0
+    assert list(thread.iterate(letters())) == ["a"]
+    thread.close()

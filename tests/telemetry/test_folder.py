@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import re
 import subprocess
@@ -12,7 +13,7 @@ import pytest
 
 from splitlm import __version__
 from splitlm.telemetry import folder
-from splitlm.telemetry.folder import run_folder, versions, write_run
+from splitlm.telemetry.folder import run_folder, versions, write_run, write_whole
 
 
 def test_the_name_says_when_and_what(tmp_path: Path) -> None:
@@ -43,6 +44,22 @@ def test_run_json_holds_verb_config_and_versions(tmp_path: Path) -> None:
     assert run["config"] == {"cuts": [6, 11], "trace_dir": "/x", "none": None}
     assert run["versions"]["python"].startswith("3.")
     assert {"torch", "transformers", "msgspec"} <= run["versions"].keys()
+
+
+def test_a_file_is_there_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "run.json"
+    write_whole(path, b"first")
+    plain = Path.write_bytes
+
+    def full(self: Path, data: bytes) -> int:
+        plain(self, data[:2])
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_bytes", full)
+    for name in ("run.json", "new.json"):
+        with pytest.raises(OSError, match="No space left"):
+            write_whole(tmp_path / name, b"second")
+    assert [(left.name, left.read_bytes()) for left in tmp_path.iterdir()] == [("run.json", b"first")]
 
 
 def test_versions_of_what_is_not_installed_are_left_out() -> None:

@@ -25,6 +25,7 @@ from splitlm.core.engines import ENGINES
 from splitlm.core.errors import UsageError
 from splitlm.local import Generation, Ring
 from splitlm.model.load import Loader, ModelFiles
+from splitlm.model.runner import check_threads
 from splitlm.model.stage import build_stages
 from splitlm.model.text import TextCodec
 from splitlm.model.uncut import Uncut
@@ -272,7 +273,12 @@ def against(
 
 @contextlib.contextmanager
 def intra_op_threads(count: int) -> Iterator[None]:
-    """Compute with so many threads for a while; 0 leaves the number."""
+    """Compute with so many threads for a while; 0 leaves the number.
+
+    Raises:
+        UsageError: no machine is asked for so many.
+    """
+    check_threads(count)
     before = torch.get_num_threads()
     try:
         if count:

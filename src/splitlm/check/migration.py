@@ -19,6 +19,7 @@ from splitlm.core.errors import CutError, UsageError
 from splitlm.core.shifts import Shift
 from splitlm.model.compute.choice import need
 from splitlm.model.load import ModelFiles
+from splitlm.model.runner import check_threads
 from splitlm.model.sizes import ModelShape
 from splitlm.model.source import resolve
 from splitlm.model.text import TextCodec
@@ -110,12 +111,13 @@ def migration(
         prompt: none takes a short text, or one longer than the model's sliding window.
 
     Raises:
-        UsageError: a token at which nothing can move any more, or a cut that does not fit.
+        UsageError: a token at which nothing can move any more, too many threads, or a cut that does not fit.
         ModelError: the model cannot be loaded.
     """
     for at in shift_at:
         if not 1 <= at < tokens:
             raise UsageError(f"It is {at}", where="--shift-at", expected=f"at least 1, less than {tokens} tokens")
+    check_threads(threads)
     need(compute)
     folder = resolve(model, progress=say)
     files, codec = ModelFiles(folder, family=family, dtype=dtype), TextCodec(folder)

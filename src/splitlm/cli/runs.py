@@ -10,7 +10,7 @@ from pathlib import Path
 
 from splitlm.cli import options as o
 from splitlm.core.errors import UsageError
-from splitlm.telemetry.folder import run_folder, write_run
+from splitlm.telemetry.folder import run_folder, write_run, write_whole
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,7 @@ class RunOptions:
     @contextmanager
     def folder(self, verb: str, config: Mapping[str, object] | None = None) -> Iterator[Path | None]:
         """The run's folder, made, while it runs; a run that failed before it began leaves none behind."""
-        new = self.trace_dir is None or not self.trace_dir.exists()
+        new = self.trace_dir is None or _missing(self.trace_dir)
         folder = run_dir(verb, self.trace_dir, self.no_trace, self.run_label, config)
         try:
             yield folder
@@ -40,10 +40,12 @@ def run_dir(
     """The folder of a run, made, with its resolved settings inside; None with ``--no-trace``.
 
     Raises:
-        UsageError: it cannot be made.
+        UsageError: it cannot be made; what was made for it until then is gone again.
     """
     if no_trace:
         return None
+    base, folder = trace_dir or Path("runs"), None
+    missing = [path for path in (base, *base.parents) if _missing(path)]
     try:
         if trace_dir is not None:
             trace_dir.mkdir(parents=True, exist_ok=True)
@@ -53,6 +55,9 @@ def run_dir(
         if config is not None:
             write_run(folder, verb, config)
     except OSError as error:
+        for path in ([folder] if folder is not None and trace_dir is None else []) + missing:
+            with suppress(OSError):  # such as that something else is in it by now
+                path.rmdir()
         raise UsageError(
             f"The run's folder cannot be made ({error.strerror})",
             where=str(trace_dir or Path("runs").absolute()),
@@ -70,9 +75,17 @@ def keep_result(folder: Path | None, found: Mapping[str, object]) -> None:
     if folder is None:
         return
     try:
-        (folder / "result.json").write_text(json.dumps(found, indent=2) + "\n")
+        write_whole(folder / "result.json", json.dumps(found, indent=2).encode() + b"\n")
     except OSError as error:
         raise UsageError(f"The result cannot be written ({error.strerror})", where=str(folder)) from error
+
+
+def _missing(path: Path) -> bool:
+    """Whether nothing is there; False where that cannot be found out."""
+    try:
+        return not path.exists()
+    except OSError:
+        return False
 
 
 def _remove_if_idle(folder: Path) -> None:

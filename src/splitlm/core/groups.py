@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Iterator
 from typing import TypeVar
 
-from splitlm.core.errors import PeerLostError, SplitlmError
+from splitlm.core.errors import NetworkError, PeerLostError, SplitlmError
 
 E = TypeVar("E", bound=BaseException)
+LIMITS = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGAIN, errno.ENOBUFS})
+"""What a machine answers that has no more files, processes or memory to give."""
 
 
 def first_error(group: BaseExceptionGroup[SplitlmError]) -> SplitlmError:
@@ -18,7 +21,15 @@ def first_error(group: BaseExceptionGroup[SplitlmError]) -> SplitlmError:
 
 def fault(group: BaseExceptionGroup[Exception]) -> SplitlmError:
     """What others are told of errors that nobody raised on purpose; who meets them raises them with their traces."""
-    first = next(_leaves(group))
+    errors = list(_leaves(group))
+    limit = next((e for e in errors if isinstance(e, OSError) and e.errno in LIMITS), None)
+    if limit is not None:
+        return NetworkError(
+            f"A limit of the machine was reached ({limit.strerror or limit})",
+            expected="room for a few dozen open files and some threads",
+            remedy="Check the limits on open files, processes and memory there (ulimit -n, -u and -v)",
+        )
+    first = errors[0]
     return SplitlmError(
         f"A fault ended this node: {type(first).__name__}: {first}",
         remedy="Report it, with the trace that its log shows",

@@ -18,12 +18,14 @@ from typing import Any, Protocol, TypeVar, cast
 
 import torch
 
-from splitlm.core.errors import SplitlmError
+from splitlm.core.errors import SplitlmError, UsageError
 
 T = TypeVar("T")
 Item = TypeVar("Item")
 Item_co = TypeVar("Item_co", covariant=True)
 NICE = 10
+MAX_THREADS = 1024
+"""Intra-op threads that may be asked for: far more than a machine has cores, and few enough to be started."""
 _ALLOCATORS = ("can't allocate memory", "not enough memory", "out of memory", "ALLOC_FAILED", "bad_alloc")
 """How torch's allocators, which mostly raise a plain RuntimeError, say that there is nothing left."""
 _Job = tuple[Callable[..., Any], tuple[Any, ...], asyncio.AbstractEventLoop, "asyncio.Future[Any]"]
@@ -62,6 +64,19 @@ async def memory_told(work: Awaitable[T]) -> T:
         raise told from error
 
 
+def check_threads(threads: int) -> int:
+    """This number of intra-op threads, 0 for torch's choice.
+
+    Raises:
+        UsageError: no machine is asked for so many.
+    """
+    if type(threads) is not int or not 0 <= threads <= MAX_THREADS:
+        raise UsageError(
+            f"threads is {threads!r}", where="--threads", expected=f"a whole number from 0 to {MAX_THREADS}"
+        )
+    return threads
+
+
 class Source(Protocol[Item_co]):
     """What the compute thread can read itself."""
 
@@ -92,10 +107,13 @@ class Runner:
     Args:
         threads: intra-op threads; set in the compute thread too, since OpenMP keeps the number per thread. 0 leaves it.
         background: a thread of low priority and one intra-op thread, for work that must not disturb the compute thread.
+
+    Raises:
+        UsageError: so many threads are not to be had.
     """
 
     def __init__(self, threads: int = 0, *, background: bool = False) -> None:
-        self._threads = 0 if background else threads
+        self._threads = 0 if background else check_threads(threads)
         self._background = background
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._handing_over = threading.Lock()
@@ -201,18 +219,28 @@ class Runner:
             _hand_back(listening.loop, listening.future, result, error)
         return True
 
+    def _prepare(self) -> BaseException | None:
+        """Make the thread what it is to be; what went wrong, for whoever has work for it."""
+        try:
+            if self._threads:
+                torch.set_num_threads(self._threads)
+            if self._background:
+                with contextlib.suppress(AttributeError, OSError):  # where threads have priorities of their own
+                    os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICE)
+        except BaseException as raised:  # noqa: BLE001 - handed to every caller, who would wait for ever else
+            return _worded(raised)
+        return None
+
     def _work(self) -> None:
-        if self._threads:
-            torch.set_num_threads(self._threads)
-        if self._background:
-            with contextlib.suppress(AttributeError, OSError):  # where threads have priorities of their own
-                os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICE)
+        unfit = self._prepare()
         while (job := self._next()) is not None:
             work, args, loop, future = job
             result: Any = None
             error: BaseException | None = None
             if self._closed:
                 error = _closed()
+            elif unfit is not None:
+                error = _unfit(unfit)
             else:
                 try:
                     result = work(*args)
@@ -286,6 +314,17 @@ def _worded(error: BaseException) -> BaseException:
 
 def _closed() -> SplitlmError:
     return SplitlmError("The compute thread was closed before this job ran", expected="jobs before close()")
+
+
+def _unfit(cause: BaseException) -> SplitlmError:
+    """Anew for every job, since an error that is raised twice keeps the frames of both."""
+    error = SplitlmError(
+        f"The compute thread could not begin ({type(cause).__name__}: {cause})",
+        expected="a thread that torch can set up",
+        remedy="Check --threads, and the limits of this machine",
+    )
+    error.__cause__ = cause
+    return error
 
 
 def _unawaited(future: asyncio.Future[Any]) -> None:

@@ -122,6 +122,8 @@ class RingHost:
             raise ended from None
         except* Exception as faults:
             ended = fault(faults)
+            if isinstance(ended, NetworkError):
+                raise ended from None
             raise
         finally:
             self.broken = ended

@@ -14,6 +14,7 @@ from splitlm.core.engines import ENGINES
 from splitlm.core.errors import UsageError
 from splitlm.core.shifts import Shift
 from splitlm.model.load import Loader
+from splitlm.model.runner import check_threads
 
 PLANS = ("noop", "auto")
 
@@ -98,7 +99,6 @@ class RingSettings:
         rules: list[tuple[str, object, bool, str]] = [
             ("loader", self.loader, self.loader in get_args(Loader), " or ".join(get_args(Loader))),
             ("compute", self.compute, bool(computes) and set(computes) <= set(ENGINES), " or ".join(ENGINES)),
-            ("threads", self.threads, self.threads >= 0, "0 (the machine's choice) or more"),
             ("pace_ms", self.pace_ms, all(0 <= ms < inf for ms in paces), "0 (off) or more"),
             ("prefill_chunk", self.prefill_chunk, self.prefill_chunk >= 1, "at least 1"),
             ("deadline_s", self.deadline_s, 0 < self.deadline_s < inf, "a positive number of seconds"),
@@ -107,6 +107,7 @@ class RingSettings:
         for name, value, good, expected in rules:
             if not good:
                 raise UsageError(f"{name} is {value!r}", expected=expected)
+        check_threads(self.threads)
         self._check_windows()
 
     def _check_windows(self) -> None:
@@ -162,6 +163,9 @@ class StageSettings:
         place: a fixed place.
         trace_dir: where records go; None turns them off.
         say: takes one line of progress.
+
+    Raises:
+        UsageError: too many threads.
     """
 
     head: tuple[str, int]
@@ -178,6 +182,9 @@ class StageSettings:
     place: Place | None = None
     trace_dir: Path | None = None
     say: Callable[[str], None] = lambda _: None
+
+    def __post_init__(self) -> None:
+        check_threads(self.threads)
 
 
 @dataclass

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import queue
 import threading
-from collections.abc import AsyncIterator, Coroutine, Generator
+import warnings
+from collections.abc import AsyncIterator, Callable, Coroutine, Generator
 from concurrent.futures import CancelledError, Future
+from contextlib import suppress
 from typing import Any, TypeVar
 
 from splitlm.core.errors import NetworkError, SplitlmError
@@ -29,17 +32,30 @@ class LoopThread:
     def __init__(self, name: str) -> None:
         self._lock = threading.Lock()
         self._closed = False
+        self._pid = os.getpid()
         started: Future[tuple[asyncio.AbstractEventLoop, asyncio.Event]] = Future()
         self._thread = threading.Thread(target=lambda: asyncio.run(_stay(started)), name=name, daemon=True)
         self._thread.start()
         self._loop, self._stop = started.result()
 
+    @property
+    def forked(self) -> bool:
+        """Whether this is a forked child, where the thread does not exist: it belongs to the parent alone."""
+        return os.getpid() != self._pid
+
     def submit(self, work: Coroutine[Any, Any, T]) -> Future[T]:
         """Start a coroutine on the loop.
 
         Raises:
-            NetworkError: the loop was closed.
+            NetworkError: the loop was closed, or belongs to the process that this one was forked from.
         """
+        if self.forked:  # before the lock, which some thread may have held when the process forked
+            work.close()
+            raise NetworkError(
+                f"The ring belongs to process {self._pid}, and this one, {os.getpid()}, was forked from it",
+                expected="calls from the process that opened it",
+                remedy="Open a ring of its own in this process, or start it with spawn and not with fork",
+            )
         # Under the lock: the loop begins what was handed in before ``close``, and so also cancels it. Nobody waits in
         # vain for a coroutine that never ran.
         with self._lock:
@@ -87,8 +103,21 @@ class LoopThread:
         finally:
             job.cancel()
 
+    def abandon(self, tell: Callable[[], None], job: Future[Any]) -> None:
+        """For an owner that was dropped: call ``tell`` on the loop, and end loop and thread once ``job`` has ended.
+
+        It neither waits nor takes a lock: a garbage collector may call it, in any thread and at any moment.
+        """
+        if self.forked:
+            return
+        with suppress(RuntimeError):  # the loop has ended
+            self._loop.call_soon_threadsafe(_end_after, tell, job, self._stop)
+        warnings.warn("A ring was dropped without close(); its stages are told to stop", ResourceWarning, stacklevel=2)
+
     def close(self) -> None:
         """Cancel what runs, end the loop and the thread; safe to call twice."""
+        if self.forked:
+            return
         with self._lock:
             if not self._closed:
                 self._closed = True
@@ -100,3 +129,9 @@ async def _stay(started: Future[tuple[asyncio.AbstractEventLoop, asyncio.Event]]
     stop = asyncio.Event()
     started.set_result((asyncio.get_running_loop(), stop))
     await stop.wait()
+
+
+def _end_after(tell: Callable[[], None], job: Future[Any], stop: asyncio.Event) -> None:
+    """Runs on the loop, as does what it leaves to be called at the job's end."""
+    job.add_done_callback(lambda _: stop.set())
+    tell()

@@ -62,5 +62,20 @@ def write_run(folder: Path, verb: str, config: Mapping[str, object]) -> Path:
         "platform": platform.platform(),
     }
     path = folder / "run.json"
-    path.write_bytes(msgspec.json.format(msgspec.json.encode(run, enc_hook=str), indent=2) + b"\n")
+    write_whole(path, msgspec.json.format(msgspec.json.encode(run, enc_hook=str), indent=2) + b"\n")
     return path
+
+
+def write_whole(path: Path, data: bytes) -> None:
+    """A file that is there whole or not at all.
+
+    Raises:
+        OSError: it cannot be written; what was there before is as it was.
+    """
+    part = path.with_name(f".{path.name}.part")
+    try:
+        part.write_bytes(data)
+        part.replace(path)
+    except BaseException:
+        part.unlink(missing_ok=True)
+        raise
