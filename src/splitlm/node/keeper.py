@@ -17,10 +17,11 @@ from splitlm.core.config import RunConfig, resolved
 from splitlm.core.errors import ProtocolError
 from splitlm.core.shape import Role
 from splitlm.finetune.manifest import File
-from splitlm.finetune.output import write_outputs
+from splitlm.finetune.output import ADAPTER, MODEL, write_outputs
 from splitlm.finetune.partyfile import files_of
 from splitlm.finetune.recipe import Recipe, Resolve, model_folder, open_recipe
 from splitlm.finetune.store import Identity, RunFolder
+from splitlm.model.checkpoint import check_place, unwritable
 from splitlm.model.runner import Runner
 from splitlm.telemetry.folder import LIBRARIES, versions
 
@@ -54,8 +55,9 @@ def begin(config: RunConfig, resolve: Resolve, path: Path | None, *, resume: boo
         resume: whether a run lies there that is to be gone on with, from its last complete round.
 
     Raises:
-        UsageError: another run lies there, or none that could be gone on with.
-        CheckpointError: the run is of another model, cut, number of parties or rank of adapters.
+        UsageError: another run lies there, or none that could be gone on with, or files where its model is to be.
+        CheckpointError: the run is of another model, cut, number of parties or rank of adapters, or its rounds are
+            damaged, all of them.
         SplitlmError: the folder cannot be written, or the model cannot be opened.
     """
     if path is None:
@@ -63,6 +65,7 @@ def begin(config: RunConfig, resolve: Resolve, path: Path | None, *, resume: boo
     recipe = open_recipe(config, model_folder(config, resolve), 0)
     folder = RunFolder(path, identity(recipe))
     if not resume:
+        _check_output(recipe, path, 0)
         folder.create(resolved(config), versions((*LIBRARIES, "peft")))
         return Begun(folder)
     earlier = folder.reopen()
@@ -70,6 +73,8 @@ def begin(config: RunConfig, resolve: Resolve, path: Path | None, *, resume: boo
         for name, was, now in _differences(earlier, resolved(config)):
             _log.warning("%s is %s, and was %s when the run began", name, now, was)
         latest = folder.latest()
+        _check_output(recipe, path, latest + 1 if latest is not None else 0)
+        folder.tidy()
         if latest is None:
             _log.warning("No round of the run in %s was completed: it begins anew", path)
             return Begun(folder)
@@ -82,6 +87,21 @@ def begin(config: RunConfig, resolve: Resolve, path: Path | None, *, resume: boo
         folder.close()
         raise
     return Begun(folder, latest, stored)
+
+
+def _check_output(recipe: Recipe, path: Path, first: int) -> None:
+    """Make sure, before a round is computed, that its model will find a place.
+
+    Raises:
+        UsageError: there is something else.
+        ModelError: it cannot be looked into.
+    """
+    server, place = recipe.config.server, path / (MODEL if recipe.lora is None else ADAPTER)
+    if server.parameters.save and first < server.global_round:
+        try:
+            check_place(place)
+        except OSError as error:
+            raise unwritable(place, error) from error
 
 
 def identity(recipe: Recipe) -> Identity:
