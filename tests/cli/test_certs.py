@@ -50,6 +50,12 @@ def test_what_is_there_is_replaced_only_by_force(tmp_path: Path) -> None:
     [
         (("--name", "../up"), "--name"),
         (("--name", "authority"), "--name"),
+        (("--name", "good", "--name", "n" * 300), "--name"),
+        (("--name", "good", "--name", "ñode"), "--name"),
+        (("--name", "good", "--name", ""), "--name"),
+        (("--host", "a b"), "--host"),
+        (("--host", ""), "--host"),
+        (("--days", "999999999"), "--days"),
         (("--days", "0"), "--days"),
         (("--host", "häuser"), "--host"),
     ],
@@ -58,6 +64,40 @@ def test_what_cannot_be_made_is_said(words: tuple[str, ...], option: str, tmp_pa
     done = run("certs", tmp_path / "new", *words)
     assert done.code == 2 and option in done.paragraph
     assert not (tmp_path / "new").exists() and not (tmp_path / "up").exists()
+
+
+def refuse_the_last(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The last file that is put in place finds the disk full."""
+    rename = Path.rename
+
+    def refused(self: Path, target: Path) -> Path:
+        if Path(target).parent.name == "b" and target.name == "key.pem":
+            raise OSError(28, "No space left on device")
+        return rename(self, target)
+
+    monkeypatch.setattr(Path, "rename", refused)
+
+
+def test_what_fails_half_way_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    refuse_the_last(monkeypatch)
+    done = run("certs", tmp_path / "new" / "deep", "--name", "a", "--name", "b")
+    assert done.code == 2 and "No space left" in done.paragraph
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_fails_half_way_leaves_what_was_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert run("certs", tmp_path, "--name", "a").code == 0
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*.pem")}
+    refuse_the_last(monkeypatch)
+    assert run("certs", tmp_path, "--name", "a", "--name", "b", "--force").code == 2
+    assert {path: path.read_bytes() for path in tmp_path.rglob("*.pem")} == before
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "authority"]
+
+
+def test_a_folder_whose_name_is_too_long_is_said(tmp_path: Path) -> None:
+    done = run("certs", tmp_path / "new" / ("d" * 300))
+    assert done.code == 2 and "too long" in done.paragraph
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_folder_that_is_no_good_ends_a_verb_with_one_paragraph(tmp_path: Path) -> None:

@@ -207,6 +207,9 @@ def test_a_worker_averages_in_the_coordinators_place(tmp_path: Path) -> None:
         (["batch-size"], ("--set", "KEY=VALUE")),
         (["server.aggregator=owner-0"], ("server.aggregator", "owner-0", "worker-0")),
         (["server.model-path=/nonexistent/model"], ("/nonexistent/model",)),
+        (['name="a\\0b"'], ("name", "holds the character")),
+        (["log_path=~nobody9/x"], ("log_path", "~nobody9/x", "home folder")),
+        (["privacy={noise: 1, noise: 2}"], ("--set, line 1", "'noise' stands twice")),
     ],
 )
 def test_settings_that_cannot_be(changes: list[str], says: tuple[str, ...], tmp_path: Path) -> None:
@@ -248,6 +251,19 @@ def test_rows_that_cannot_be_used_end_the_run(tmp_path: Path) -> None:
         (["client", "--join", "nowhere"], ("--join", "'nowhere'")),
         (["client", "--join", "127.0.0.1:1", "--device", "gpu"], ("--device", "cpu, cuda or cuda:N")),
         (["client", "--frobnicate"], ("No such option",)),
+        *(
+            (["client", "--join", "127.0.0.1:1", f"{option}={value}"], (option, expected))
+            for option, values, expected in (
+                ("--compute-weight", ("nan", "-1", "0", "inf"), "a positive number"),
+                ("--deadline", ("nan", "-1", "0", "inf"), "a positive number of seconds"),
+                ("--tensor-port", ("-1", "65535", "65536"), "from 1 to 65534: the next one is used too"),
+            )
+            for value in values
+        ),
+        (
+            ["client", "--join=127.0.0.1:1", "--set=server.aggregator=worker-0", "--tensor-port=65534"],
+            ("--tensor-port", "from 1 to 65533: the next 2 are used too"),
+        ),
         (["train", "--local", "--threads", "0"], ("--threads", "at least 1")),
         (["train", "--local", "--deadline", "0"], ("--deadline",)),
         (["coordinator", "--listen", "7000"], ("--listen", "HOST:PORT")),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -36,6 +37,16 @@ class Desk:
 
 
 ALL = ["owner-0", "owner-1", "owner-2", "worker-0", "worker-1"]
+
+
+@pytest.mark.parametrize("weight", [0.0, -1.0, math.nan, math.inf])
+@pytest.mark.parametrize("resume", [-1, 3])
+def test_work_is_shared_out_by_no_such_weight(weight: float, resume: int) -> None:
+    desk = Desk(ALL, resume=resume)
+    said = training.Register("worker", "w", weight, kept={"worker-0": [3]})
+    assert desk.places.take(said) is None
+    assert f"--compute-weight is {weight}" in desk.places.refusal(said)
+    assert desk.come("x", "worker-0", role="worker") == 0
 
 
 def test_in_a_new_run_numbers_are_given_in_the_order_of_arrival_whatever_lies_in_a_folder() -> None:

@@ -11,7 +11,7 @@ import pytest
 from splitlm.bus.memory import MemoryHub
 from splitlm.coordinator.orders import Aggregator, Orders
 from splitlm.coordinator.training import Training
-from splitlm.core import training
+from splitlm.core import messages, training
 from splitlm.core.errors import PeerMissingError
 from splitlm.core.shape import find_shape
 
@@ -42,6 +42,23 @@ def test_a_long_validation_is_not_taken_for_a_dead_peer(working: bool) -> None:
             return isinstance(said, training.Notify)
 
     assert asyncio.run(main()) is working
+
+
+def test_a_worker_with_a_weight_that_is_none_is_turned_away_and_others_are_waited_for() -> None:
+    async def main() -> None:
+        hub, heard = MemoryHub(), list[str]()
+        orders = Orders(find_shape("two-stage"), owners=1, workers=1, rounds=1, settings={}, run="r")
+        of = Training(hub, orders, cast(Aggregator, SimpleNamespace(busy=False, jobs=0)), say=heard.append)
+        wrong, right = hub.join("wrong"), hub.join("right")
+        await wrong.send(training.Register("worker", "wrong", weight=-1.0))
+        await right.send(training.Register("worker", "right", weight=2.0))
+        member, _ = await of.hear(5.0, "one to register")
+        assert (member.who, member.name, member.weight) == (("worker", 0), "right", 2.0)
+        said = await wrong.receive()
+        assert isinstance(said, messages.Stop) and "--compute-weight is -1.0" in said.reason
+        assert heard == [f"wrong is turned away: {said.reason}", "worker 0 (right) is here"]
+
+    asyncio.run(main())
 
 
 @pytest.mark.parametrize("worked", [True, False])

@@ -60,6 +60,12 @@ def test_csv_with_commas_lines_and_labels(tmp_path: Path) -> None:
     assert (rows.texts, rows.labels) == (('a, b\r\nand "c"', "d"), (2, 0))
 
 
+def test_spaces_around_the_names_of_a_csv_do_not_count_nor_columns_that_nobody_reads(tmp_path: Path) -> None:
+    (tmp_path / "x.csv").write_bytes(b"text, label ,,,note,note\na, 1,,,x,y\n")
+    rows = load_rows(str(tmp_path / "x.csv"), "train")
+    assert (rows.texts, rows.labels) == (("a",), (1,))
+
+
 def test_another_label_key(tmp_path: Path) -> None:
     path = lines(tmp_path / "x.jsonl", [{"text": "a", "mood": 2, "label": "x"}])
     assert load_rows(str(path), "train", label_key="mood").labels == (2,)
@@ -105,6 +111,11 @@ def test_a_row_that_is_not_as_it_should_be(tmp_path: Path, row: object, says: st
         ("x.csv", b"text,label\n,1\n", "line 2: text is ''"),
         ("x.csv", b'text,label\n"a"b,1\n', "not CSV"),
         ("x.csv", b"text,label\na,1,2\n", "line 2: more fields than the header"),
+        ("x.csv", b"text,label, label\na,1,0\n", "line 1: the header has 'label' twice"),
+        ("x.csv", b"text,text\na,b\n", "line 1: the header has 'text' twice"),
+        ("x.csv", b'text, "label"\na,1\n', "line 1: the header has '\"label\"' after a space"),
+        ("x.jsonl", b'{"text": "a"}\n{"text": "a", "text": "b"}', "line 2: the key 'text' stands twice"),
+        ("x.jsonl", b'{"text": "a", "label": 1, "label": 1}', "line 1: the key 'label' stands twice"),
         ("x.txt", b"\n \n", "no row in it"),
         ("x.bin", b"abc", "ending in '.bin'"),
         ("x.parquet", b"PAR1", "parquet"),

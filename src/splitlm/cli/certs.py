@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import ipaddress
 import logging
 import os
+import shutil
+import tempfile
+from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -32,6 +36,10 @@ TlsFolder = Annotated[
 ]
 AUTHORITY = "authority"
 """The folder that holds the CA's key: it stays where it was made."""
+LONGEST = 253
+"""Letters of a name, which is a host's too."""
+LONGEST_DAYS = 1_000_000
+"""A certificate ends before the year 10000."""
 SKEW = timedelta(hours=1)
 """How far the clock of a node may be behind."""
 
@@ -49,12 +57,14 @@ def certs(
     """Make certificates for TLS: an authority (CA), and one folder to copy to each node."""
     names = list(dict.fromkeys(name or ["node-0", "node-1"]))
     for each in names:
-        if not each or each in (AUTHORITY, ".", "..") or not all(c.isalnum() or c in "-_." for c in each):
+        if each in (AUTHORITY, ".", "..") or not _plain(each):
             raise UsageError(
-                f"{each!r} is no name", where="--name", expected=f"letters, digits, - _ and ., and not {AUTHORITY}"
+                f"{each[:80]!r} is no name",
+                where="--name",
+                expected=f"1 to {LONGEST} letters from a to z, digits, - _ and ., and not {AUTHORITY}",
             )
-    if days < 1:
-        raise UsageError(f"It is {days}", where="--days", expected="at least 1")
+    if not 1 <= days <= LONGEST_DAYS:
+        raise UsageError(f"It is {days}", where="--days", expected=f"from 1 to {LONGEST_DAYS}")
     targets = [folder / each for each in (AUTHORITY, *names)]
     taken = [target for target in targets if target.exists()]
     if taken and not force:
@@ -64,6 +74,8 @@ def certs(
             expected="an empty place: nodes with certificates of two authorities do not meet",
             remedy="Choose another folder, or give --force to replace all of them",
         )
+    for each in host or []:
+        _general_name(each)
     make(folder, names, ["localhost", "127.0.0.1", "::1", *(host or [])], days)
     voice = console(context)
     for each in names:
@@ -100,7 +112,7 @@ def loopback(host: str) -> bool:
 
 
 def make(folder: Path, names: list[str], hosts: list[str], days: int) -> None:
-    """Write ``authority/`` and one folder for each node, each with ca.pem, cert.pem and key.pem.
+    """Write ``authority/`` and one folder for each node, each with ca.pem, cert.pem and key.pem: all, or nothing.
 
     Raises:
         UsageError: a host is none, or a folder cannot be written.
@@ -108,10 +120,48 @@ def make(folder: Path, names: list[str], hosts: list[str], days: int) -> None:
     ca = signed("splitlm authority", days, None, [])
     pairs = {AUTHORITY: ca, **{each: signed(each, days, ca, [each, *hosts]) for each in names}}
     try:
-        for each, pair in pairs.items():
-            write(folder / each, ca[0], pair)
+        with contextlib.ExitStack() as undo:
+            for place in (*reversed(folder.parents), folder):
+                _make_folder(place, undo, 0o777)
+            ready = Path(tempfile.mkdtemp(prefix=".certs-", dir=folder))
+            undo.callback(shutil.rmtree, ready, ignore_errors=True)
+            for each, pair in pairs.items():
+                write(ready / "new" / each, ca[0], pair)
+            for each in pairs:
+                _make_folder(folder / each, undo, 0o700)
+                for file in sorted((ready / "new" / each).iterdir()):
+                    _put(file, folder / each / file.name, ready / f"{each}-{file.name}", undo)
+            undo.pop_all()
+            shutil.rmtree(ready, ignore_errors=True)
     except OSError as error:
         raise UsageError(f"It cannot be written ({error.strerror or error})", where=str(folder)) from error
+
+
+def _make_folder(folder: Path, undo: contextlib.ExitStack, mode: int) -> None:
+    """Make a folder that is not there, to be taken away again."""
+    if not folder.is_dir():
+        folder.mkdir(mode=mode)
+        undo.callback(_forget, folder.rmdir)
+
+
+def _put(file: Path, target: Path, old: Path, undo: contextlib.ExitStack) -> None:
+    """Move a file to its place; the one that was there, if any, is kept, to be put back."""
+    if target.exists():
+        target.rename(old)
+        undo.callback(_forget, lambda: old.replace(target))
+    else:
+        undo.callback(_forget, lambda: target.unlink(missing_ok=True))
+    file.rename(target)
+
+
+def _forget(step: Callable[[], object]) -> None:
+    """One step back; one that fails does not keep the others from being taken."""
+    with contextlib.suppress(OSError):
+        step()
+
+
+def _plain(text: str) -> bool:
+    return 0 < len(text) <= LONGEST and text.isascii() and all(c.isalnum() or c in "-_." for c in text)
 
 
 def signed(name: str, days: int, issuer: Pair | None, hosts: list[str], now: datetime | None = None) -> Pair:
@@ -164,18 +214,16 @@ def _general_name(host: str) -> x509.GeneralName:
         return x509.IPAddress(ipaddress.ip_address(host))
     except ValueError:
         pass
-    try:
-        return x509.DNSName(host)
-    except ValueError as error:
-        raise UsageError(f"{host!r} is no host", where="--host", expected="an address, or a name in ASCII") from error
+    if not _plain(host.removeprefix("*.")):
+        raise UsageError(f"{host[:80]!r} is no host", where="--host", expected="an address, or a name in ASCII")
+    return x509.DNSName(host)
 
 
 def write(folder: Path, ca: x509.Certificate, pair: Pair) -> None:
-    """One folder; the files of an earlier one are replaced, and nothing else in it."""
+    """One folder, which is not there yet."""
     from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
 
-    folder.mkdir(parents=True, mode=0o700, exist_ok=True)
-    (folder / "key.pem").unlink(missing_ok=True)
+    folder.mkdir(parents=True, mode=0o700)
     (folder / "ca.pem").write_bytes(ca.public_bytes(Encoding.PEM))
     (folder / "cert.pem").write_bytes(pair[0].public_bytes(Encoding.PEM))
     secret = pair[1].private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())

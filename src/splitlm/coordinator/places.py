@@ -6,6 +6,7 @@ back from another address, or in another order, gets its own again.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 
 from splitlm.coordinator.members import Member, Members
@@ -31,6 +32,8 @@ class Places:
 
     def take(self, said: training.Register) -> int | None:
         """A number for one more; None: there is none. Another may be given another one for it, that does as well."""
+        if not _fair(said.weight):
+            return None
         role = said.role
         taken = {member.who[1]: member for member in self._members.of(role)}
         moves = self._way(role, said.kept, taken, set())
@@ -44,6 +47,8 @@ class Places:
     def refusal(self, said: training.Register) -> str:
         """Why there is no number for this one."""
         role, orders = said.role, self._orders
+        if not _fair(said.weight):
+            return f"Its --compute-weight is {said.weight}, and a positive number was expected"
         if len(self._members.of(role)) >= self.limit(role):
             return f"There is no place for another {role}: the run has {self.limit(role)}"
         taken = {member.who[1] for member in self._members.of(role)}
@@ -83,3 +88,8 @@ class Places:
             if rest is not None:
                 return [(None, number), (holder, rest[0][1]), *rest[1:]]
         return None
+
+
+def _fair(weight: float) -> bool:
+    """Whether work can be shared out by a weight."""
+    return 0 < weight < math.inf

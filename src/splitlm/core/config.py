@@ -26,6 +26,7 @@ from splitlm.core.config_sections import (
     UShape,
 )
 from splitlm.core.config_tree import model_key, plain
+from splitlm.core.errors import UsageError
 from splitlm.core.shape import Shape, find_shape
 
 __all__ = [
@@ -164,25 +165,38 @@ class RunConfig(Settings, frozen=True):
 
         Args:
             at: a path from the file's own folder, such as ``lambda path: str(file.parent / Path(path).expanduser())``.
+
+        Raises:
+            UsageError: a path is in the home folder of a user who is not there.
         """
 
-        def perhaps(path: str | None) -> str | None:
-            return None if path is None else at(path)
+        def placed(key: str, path: str) -> str:
+            try:
+                return at(path)
+            except RuntimeError:  # as expanduser says it
+                raise UsageError(
+                    f"{key} is {path[:200]!r}, and no such home folder is known",
+                    where=f"{self.where}:{key}",
+                    expected="a path, with ~ or ~user only where there is that user",
+                ) from None
+
+        def perhaps(key: str, path: str | None) -> str | None:
+            return None if path is None else placed(key, path)
 
         server = self.server
         model, data = server.model_name, server.data_name
         changed = {
-            "model_path": perhaps(server.model_path),
-            "data_path": perhaps(server.data_path),
-            "model_name": at(model) if names_model_path(model) else model,
-            "data_name": at(data) if names_data_path(data) else data,
+            "model_path": perhaps("server.model-path", server.model_path),
+            "data_path": perhaps("server.data-path", server.data_path),
+            "model_name": placed("server.model-name", model) if names_model_path(model) else model,
+            "data_name": placed("server.data-name", data) if names_data_path(data) else data,
         }
         limits = {str(changed["model_name"]) if name == model else name: limit for name, limit in server.model.items()}
         return msgspec.structs.replace(
             self,
             server=msgspec.structs.replace(server, model=limits, **changed),
-            security=msgspec.structs.replace(self.security, certs=perhaps(self.security.certs)),
-            log_path=at(self.log_path),
+            security=msgspec.structs.replace(self.security, certs=perhaps("security.certs", self.security.certs)),
+            log_path=placed("log_path", self.log_path),
         )
 
 

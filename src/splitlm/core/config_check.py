@@ -24,6 +24,9 @@ def check(settings: Settings, where: str) -> None:
     """
     for path, value, kind in leaves(settings):
         _check_leaf(path, value, kind, f"{where}:{path}")
+    for name in settings.server.model:
+        _check_text("A name in server.model", name, f"{where}:server.model")
+    _check_paths(settings, where)
     _check_names(settings, where)
     shape = find_shape(settings.server.architecture, f"{where}:server.architecture")
     _check_members(settings, shape, where)
@@ -62,6 +65,8 @@ def _check_leaf(path: str, value: object, kind: Kind, where: str) -> None:
     kind, _, words = bare(kind)
     if value is None:
         return
+    if isinstance(value, str):
+        _check_text(path, value, where)
     if words and value not in words:
         raise UsageError(
             f"{path} cannot be {str(value)[:60]!r}",
@@ -81,6 +86,31 @@ def _check_leaf(path: str, value: object, kind: Kind, where: str) -> None:
             error = CutError if path in _CUT else UsageError
             raise error(
                 f"{path} is {list(value) if isinstance(value, tuple) else value}", where=where, expected=_range(item)
+            )
+
+
+def _check_text(what: str, text: str, where: str) -> None:
+    """Refuse what no path and no message can hold: a null byte, or half of a pair of UTF-16."""
+    if wrong := next((c for c in text if c == "\0" or "\ud800" <= c <= "\udfff"), ""):
+        raise UsageError(f"{what} holds the character {wrong!r}", where=where, expected="text without it")
+
+
+def _check_paths(settings: Settings, where: str) -> None:
+    """Refuse a path that is empty: it would mean the file's own folder."""
+    paths = {
+        "server.model-path": settings.server.model_path,
+        "server.data-name": settings.server.data_name,
+        "server.data-path": settings.server.data_path,
+        "security.certs": settings.security.certs,
+        "log_path": settings.log_path,
+    }
+    for path, value in paths.items():
+        if value is not None and not value.strip():
+            raise UsageError(
+                f"{path} is empty",
+                where=f"{where}:{path}",
+                expected="a path" if path != "server.data-name" else "the name of a data set, or a file",
+                remedy="Leave it out, or write . for the folder of this file",
             )
 
 

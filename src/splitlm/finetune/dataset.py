@@ -237,15 +237,42 @@ def _jsonl(path: Path, lines: Iterable[str]) -> Iterator[tuple[str, Any]]:
     for number, line in enumerate(lines, 1):
         if line.strip():
             try:
-                yield f"line {number}", json.loads(line)
+                yield f"line {number}", json.loads(line, object_pairs_hook=_object)
+            except _TwiceError as twice:
+                raise UsageError(
+                    f"the key {str(twice)[:80]!r} stands twice",
+                    where=f"{path}, line {number}",
+                    expected="each key once in a row",
+                ) from None
             except (ValueError, RecursionError) as error:
                 raise UsageError(
                     f"not JSON: {error}", where=f"{path}, line {number}", expected="one JSON object on each line"
                 ) from error
 
 
+class _TwiceError(Exception):
+    """A name that a row has twice."""
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        names = [name for name, _ in pairs]
+        raise _TwiceError(next(name for name in names if names.count(name) > 1))
+    return found
+
+
 def _csv(path: Path, lines: Iterable[str], label_key: str) -> Iterator[tuple[str, Any]]:
     reader = csv.DictReader(lines, strict=True)
+    reader.fieldnames = names = [name.strip() for name in reader.fieldnames or ()]
+    for name in names:
+        quoted = name.startswith('"')
+        if quoted or (name in ("text", "question", "answer", label_key) and names.count(name) > 1):
+            raise UsageError(
+                f"the header has {name[:80]!r}{' after a space' if quoted else ' twice'}",
+                where=f"{path}, line {reader.line_num}",
+                expected="no space before a double quote" if quoted else "each column once",
+            )
     for row in reader:
         if None in row:
             raise UsageError(

@@ -6,11 +6,16 @@ import os
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import cast
 
 import yaml
 
 from splitlm.core.config import RunConfig, override, read
 from splitlm.core.errors import UsageError
+
+_MERGE = "tag:yaml.org,2002:merge"
+_NOT_YAML = (yaml.YAMLError, ValueError, LookupError, AttributeError, RecursionError)
+"""What PyYAML raises: errors of its own, and those of ``!!timestamp x``, ``!!bool x``, a 13th month, deep brackets."""
 
 
 def read_run(source: Path | Mapping[str, object], changes: Sequence[str] = ()) -> RunConfig:
@@ -36,9 +41,9 @@ def read_run(source: Path | Mapping[str, object], changes: Sequence[str] = ()) -
         raise UsageError(
             f"The file holds {type(mapping).__name__}", where=where, expected="a mapping of sections, as configs/ has"
         )
-    config = read(override(mapping, changes, _value), where).rooted(at)
-    config.check()
-    return config
+    config = read(override(mapping, changes, _value), where)
+    config.check()  # first, while every path is as it was written
+    return config.rooted(at)
 
 
 def run_folder(config: RunConfig, folder: Path | None = None) -> Path:
@@ -62,9 +67,53 @@ def run_folder(config: RunConfig, folder: Path | None = None) -> Path:
     return place
 
 
+def _load(text: str, where: str) -> object:
+    """What a YAML text holds.
+
+    Raises:
+        UsageError: a key stands twice, of which PyYAML would take the last.
+    """
+    loader = yaml.SafeLoader(text)
+    try:
+        node = loader.get_single_node()
+        if node is None:
+            return None
+        _check_once(node, where)
+        return cast(object, loader.construct_document(node))
+    finally:
+        loader.dispose()
+
+
+def _check_once(root: yaml.Node, where: str) -> None:
+    """Refuse a key that stands twice in a mapping as it is written: before what ``<<`` names is put in."""
+    nodes, seen = [root], set()
+    while nodes:
+        node = nodes.pop()
+        if id(node) in seen or isinstance(node, yaml.ScalarNode):
+            continue
+        seen.add(id(node))
+        if isinstance(node, yaml.SequenceNode):
+            nodes += reversed(node.value)
+            continue
+        nodes += [value for _, value in reversed(node.value)]
+        first: dict[tuple[str, str], int] = {}
+        for key, _ in node.value:
+            if not isinstance(key, yaml.ScalarNode) or key.tag == _MERGE:
+                continue
+            line, name = key.start_mark.line + 1, (key.tag, key.value)
+            if name in first:
+                raise UsageError(
+                    f"The key {key.value[:80]!r} stands twice in one section, first in line {first[name]}",
+                    where=f"{where}, line {line}",
+                    expected="each key once",
+                    remedy="Leave one out, or join the two sections",
+                )
+            first[name] = line
+
+
 def _mapping(path: Path) -> object:
     try:
-        return yaml.safe_load(path.read_text(encoding="utf-8"))
+        return _load(path.read_text(encoding="utf-8"), str(path))
     except (OSError, UnicodeDecodeError) as error:
         raise UsageError(
             f"The settings cannot be read ({getattr(error, 'strerror', None) or error})",
@@ -72,7 +121,7 @@ def _mapping(path: Path) -> object:
             expected="a YAML file",
             remedy="configs/ holds some to begin with",
         ) from error
-    except yaml.YAMLError as error:
+    except _NOT_YAML as error:
         raise UsageError(
             f"The file is not YAML ({' '.join(str(error).split())[:300]})", where=str(path), expected="settings"
         ) from error
@@ -80,6 +129,6 @@ def _mapping(path: Path) -> object:
 
 def _value(text: str) -> object:
     try:
-        return yaml.safe_load(text)
-    except yaml.YAMLError as error:
+        return _load(text, "--set")
+    except _NOT_YAML as error:
         raise UsageError(f"{text!r} is no value", where="--set", expected="a YAML value") from error
