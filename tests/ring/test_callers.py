@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import gc
 import os
 import signal
@@ -20,6 +21,7 @@ import torch
 from splitlm.core.errors import NetworkError, PromptError, UsageError
 from splitlm.core.sampling import Sampling
 from splitlm.local import Ring
+from splitlm.node.members import Members
 
 pytestmark = pytest.mark.usefixtures("forks")
 PROMPT = [1, 40, 41]
@@ -112,3 +114,16 @@ def test_a_ring_that_was_closed_warns_of_nothing(tiny: Callable[[str], Path]) ->
         closed.generate(PROMPT, max_new_tokens=2)
     del closed
     gc.collect()
+
+
+def test_a_limit_that_the_head_meets_is_told_in_words(
+    tiny: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No traceback of a group, whose reader would look for a fault of ours."""
+
+    async def full(*_: object) -> None:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    monkeypatch.setattr(Members, "assign", full)
+    with pytest.raises(NetworkError, match=r"limit of the machine was reached \(Too many open files\)"):
+        Ring(str(tiny("llama")), stages=2, threads=1).open()

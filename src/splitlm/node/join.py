@@ -124,7 +124,10 @@ class _Member:
             await self._tell(trouble(error))
             raise
         except ExceptionGroup as faults:
-            await self._tell(trouble(fault(faults)))
+            told = fault(faults)
+            await self._tell(trouble(told))
+            if isinstance(told, NetworkError):
+                raise told from None
             raise
         except asyncio.CancelledError:
             await self._tell(trouble(NetworkError("It was stopped on its own machine")))
