@@ -169,7 +169,7 @@ def test_a_run_is_gone_on_with_by_its_folder_alone(tmp_path: Path) -> None:
     assert "round 2 of 2: " in done.err and "round 1 of 2: " not in done.err and "password" not in done.err
     assert json.loads(done.out)["samples"] == 32
     done = run("coordinator", "--resume", folder, "--deadline", "0.3")
-    assert done.code == 3 and f"splitlm client {folder / 'config.yaml'} --join" in done.err, done.err
+    assert done.code == 3 and f"splitlm client {folder / 'config.yaml'} --layer-id 1 --join" in done.err, done.err
     broker = ["--set", "server.bus=rabbitmq", "--set", "rabbit.port=1", "--deadline", "0.3"]
     for verb in ("train", "coordinator"):
         done = run(verb, "--resume", folder, *broker)

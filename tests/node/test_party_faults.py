@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 import time
 from collections.abc import Callable
@@ -13,13 +14,14 @@ import pytest
 from splitlm.bus.base import PeerGone
 from splitlm.core import messages, training
 from splitlm.core.config import RunConfig
-from splitlm.core.errors import ModelError
+from splitlm.core.errors import ModelError, PeerLostError
 from splitlm.finetune.party import Party
 from splitlm.finetune.plane import Neighbour, Plane
 from splitlm.finetune.recipe import Recipe
 from splitlm.finetune.window import Out
 from splitlm.node import party, tuning
 from splitlm.node.aggregator import StateHub
+from splitlm.node.partylinks import LinkSettings
 from splitlm.node.shelf import Shelf
 from splitlm.planner.routing import SmoothWRR
 from tests.node.test_training_faults import WORKER, is_
@@ -202,3 +204,24 @@ def test_an_error_outside_of_a_microbatch_is_told_too(
     text = str(scene.error)
     assert scene.error is not None and error.__name__ in text and "4711" not in text
     assert " 0, window 0 of round 0" in text
+
+
+def test_a_party_whose_coordinator_is_gone_says_how_to_go_on(
+    make: Callable[..., RunConfig], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Gone:
+        async def close(self) -> None:
+            pass
+
+    async def join(*_: object) -> Gone:
+        return Gone()
+
+    async def lost(*_: object) -> None:
+        raise PeerLostError("The peer was lost", where="the coordinator")
+
+    monkeypatch.setattr(party, "join_star", join)
+    monkeypatch.setattr(party, "run_party", lost)
+    links = LinkSettings(host="127.0.0.1")
+    settings = party.PartySettings("worker", make(1), lambda name, _: Path(name), links)
+    with pytest.raises(PeerLostError, match=r"The peer was lost.*splitlm coordinator --resume RUN goes on"):
+        asyncio.run(party.join_run(settings, ("127.0.0.1", 1)))

@@ -164,6 +164,9 @@ def test_two_clients_share_a_last_stage(family: str, count: int, tmp_path: Path)
         mine = [w for w in windows if w["round"] == number]
         items = [batch.weight for owner in of for batch in owner.round(number)]
         assert len(mine) == sum(-(-len(owner.round(number)) // count) for owner in of)
+        for at, owner in enumerate(of):
+            numbers = [w["window"] for w in mine if w["party"] == f"owner {at}"]
+            assert numbers == list(range(-(-len(owner.round(number)) // count)))
         assert sum(w["items"] for w in mine) == sum(items)
         mean = sum(w["loss"] * w["items"] for w in mine) / sum(items)
         assert row["loss"] == pytest.approx(mean, rel=1e-12)

@@ -138,7 +138,7 @@ def coordinator(
 
     def opened(port: int) -> None:
         how = f" --join {advertise or address[0]}:{port}" if port else ", at the broker"
-        voice.note(f"parties join with: splitlm client {file}{how}")
+        voice.note(f"parties join with: splitlm client {file} --layer-id 1{how} (owners; workers with --layer-id 2)")
 
     lead_run(
         voice,

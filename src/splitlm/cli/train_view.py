@@ -35,6 +35,8 @@ class TrainView:
         self._task: TaskID | None = None
         self._batches: dict[str, int] = {}
         self._seen: set[tuple[object, ...]] = set()
+        self._newest: tuple[int, int] | None = None
+        self._before = 0
         self._told = 0.0
 
     def say(self, text: str) -> None:
@@ -60,6 +62,7 @@ class TrainView:
             case "window":
                 self._window(row)
             case "round":
+                self._told_whole()
                 numbers = {name: value for name, value in row.items() if name not in ("round", "windows", "repeated")}
                 told = [f"{_word(name)} {_number(value)}" for name, value in numbers.items() if value is not None]
                 self._line(f"round {row['round'] + 1} of {self._config.server.global_round}: " + ", ".join(told))
@@ -68,27 +71,44 @@ class TrainView:
 
     @property
     def windows(self) -> int:
-        """Windows of the whole run, as the rows of the first round let expect."""
+        """Windows of a round, as the rows of the first one let expect."""
         shape, learning = self._config.shape, self._config.learning
         most = learning.u_shape.microbatches_per_window if shape.agreed else learning.control_count
         each = [-(-batches // most) for batches in self._batches.values()] or [0]
-        return (max(each) if shape.agreed else sum(each)) * self._config.server.global_round
+        return max(each) if shape.agreed else sum(each)
 
     def _window(self, row: dict[str, Any]) -> None:
-        """A party stepped; where all step together, that is one window for all."""
+        """A party stepped; where all step together, that is one window for all, and whole once the next one begins."""
         if not row["party"].startswith("owner"):
             return
-        key = (row["round"], row["window"], *(() if self._config.shape.agreed else (row["party"],)))
-        if key not in self._seen:
-            self._seen.add(key)
+        now, agreed = (row["round"], row["window"]), self._config.shape.agreed
+        key = now if agreed else (*now, row["party"])
+        if key in self._seen:
+            return
+        if not self._seen:
+            self._before = row["round"] * self.windows  # of a run that is gone on with
             self._start()
-        loss = self._rows.window_loss(row["round"], row["window"])
-        text = f"round {row['round'] + 1}" + (f", loss {_number(loss)}" if loss is not None else "")
+        if agreed:
+            self._told_whole()
+            self._newest = now
+        self._seen.add(key)
+        if not agreed:
+            self._progress(row["round"], row["loss"])
+
+    def _told_whole(self) -> None:
+        """Tell of the newest window that all stepped in: every owner's part of its loss is known by now."""
+        if self._newest is not None:
+            self._progress(self._newest[0], self._rows.window_loss(*self._newest))
+            self._newest = None
+
+    def _progress(self, round_: int, loss: float | None) -> None:
+        text = f"round {round_ + 1}" + (f", loss {_number(loss)}" if loss is not None else "")
+        done, total = self._before + len(self._seen), self.windows * self._config.server.global_round
         if self._bar is not None and self._task is not None:
-            self._bar.update(self._task, completed=len(self._seen), total=self.windows or None, description=text)
+            self._bar.update(self._task, completed=done, total=total or None, description=text)
         elif time.monotonic() - self._told >= EVERY_S:
             self._told = time.monotonic()
-            self._line(f"window {len(self._seen)} of {self.windows or '?'}: {text}")
+            self._line(f"window {done} of {total or '?'}: {text}")
 
     def _start(self) -> None:
         if self._bar is not None:
@@ -99,7 +119,8 @@ class TrainView:
         columns = (TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn())
         self._bar = self._voice.progress(*columns, TextColumn("windows"), TimeRemainingColumn())
         if self._bar is not None:
-            self._task = self._bar.add_task("", total=self.windows or None)
+            total = self.windows * self._config.server.global_round
+            self._task = self._bar.add_task("", total=total or None, completed=self._before)
             self._bar.start()
 
     def _line(self, text: str) -> None:

@@ -116,6 +116,12 @@ class Standing:
     loss: float = 0.0
     items: int = 0
     notified: dict[Who, training.Notify] = field(default_factory=dict)
+    alone: dict[Who, int] = field(default_factory=dict)
+
+    def next_alone(self, who: Who) -> int:
+        """The number of the next window of an owner that steps alone, where nothing is agreed."""
+        number = self.alone[who] = self.alone.get(who, -1) + 1
+        return number
 
     def row(self, token_loss: bool) -> dict[str, Any]:
         """The round as it is recorded.

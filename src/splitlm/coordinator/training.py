@@ -333,7 +333,7 @@ class Training:
             self.speeds[member.who[1]] = said.tokens_per_s
         row = {
             "round": self.standing.round,
-            "window": self.standing.window,
+            "window": self.standing.window if self.orders.shape.agreed else self.standing.next_alone(member.who),
             "party": f"{member.who[0]} {member.who[1]}",
             "loss": said.loss / said.items if said.items else None,
             "items": said.items,

@@ -95,7 +95,7 @@ def _also(path: Path, remedy: str) -> str:
         names |= {p.name: None for p in path.parent.iterdir() if p.suffix == ".gguf" or (p / "config.json").is_file()}
     by_lower = {name.lower(): name for name in names}
     close = difflib.get_close_matches(path.name.lower(), by_lower, n=1, cutoff=_ALIKE)
-    if not close:
+    if not close or by_lower[close[0]] == path.name:  # which is what was written
         return remedy
     name = by_lower[close[0]]
     return f"Did you mean {name if name in _PACKAGED else path.parent / name}? {remedy}"

@@ -41,6 +41,8 @@ from splitlm.wire.channel import Channel
 from splitlm.wire.pool import allocate_heap
 
 _log = logging.getLogger("splitlm.train")
+GO_ON = "If the coordinator is gone, splitlm coordinator --resume RUN goes on, with its parties started again"
+"""What to do where a run broke off."""
 Spawn = Callable[[Coroutine[Any, Any, None]], asyncio.Task[None]]
 """Starts a task of a group."""
 
@@ -75,7 +77,10 @@ async def join_run(settings: PartySettings, coordinator: tuple[str, int] | None,
                     orphaned.cancel()
                 await spoke.close()
     except* SplitlmError as errors:
-        raise first_error(errors) from None
+        error = first_error(errors)
+        if isinstance(error, PeerLostError) and not error.remedy:
+            error.remedy = GO_ON
+        raise error from None
 
 
 async def run_party(settings: PartySettings, spoke: Spoke, runner: Runner | None = None) -> None:
