@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import os
-import signal
 import threading
 import weakref
 from collections.abc import AsyncIterator
@@ -15,6 +13,7 @@ import pytest
 
 from splitlm.core.errors import NetworkError
 from splitlm.node.thread import LoopThread
+from tests.forked import forked
 
 
 def test_results_and_errors_come_back() -> None:
@@ -148,20 +147,13 @@ def test_a_forked_child_is_told_that_the_loop_is_its_parents() -> None:
     async def letters() -> AsyncIterator[str]:
         yield "a"
 
-    child = os.fork()
-    if child == 0:
-        signal.alarm(20)
-        code = 1
-        try:
-            for use in (lambda: thread.call(asyncio.sleep(0)), lambda: list(thread.iterate(letters()))):
-                with pytest.raises(NetworkError, match="forked from it"):
-                    use()
-            thread.abandon(lambda: None, Future())
-            thread.close()
-            code = 0
-        finally:
-            os._exit(code)
-    _, status = os.waitpid(child, 0)
-    assert os.waitstatus_to_exitcode(status) == 0
+    def child() -> None:
+        for use in (lambda: thread.call(asyncio.sleep(0)), lambda: list(thread.iterate(letters()))):
+            with pytest.raises(NetworkError, match="forked from it"):
+                use()
+        thread.abandon(lambda: None, Future())
+        thread.close()
+
+    assert forked(child) == 0
     assert list(thread.iterate(letters())) == ["a"]
     thread.close()

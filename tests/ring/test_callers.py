@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import gc
 import os
-import signal
 import threading
 import time
 import weakref
@@ -22,6 +21,7 @@ from splitlm.core.errors import NetworkError, PromptError, UsageError
 from splitlm.core.sampling import Sampling
 from splitlm.local import Ring
 from splitlm.node.members import Members
+from tests.forked import forked
 
 pytestmark = pytest.mark.usefixtures("forks")
 PROMPT = [1, 40, 41]
@@ -76,19 +76,13 @@ def test_numbers_of_other_types_are_numbers(ring: Ring) -> None:
 
 def test_a_forked_child_is_refused_and_harms_nobody(ring: Ring) -> None:
     before = ring.generate(PROMPT, max_new_tokens=4).tokens
-    child = os.fork()
-    if child == 0:
-        signal.alarm(20)
-        code = 1
-        try:
-            with pytest.raises(NetworkError, match="forked from it"):
-                ring.generate(PROMPT, max_new_tokens=4)
-            ring.close()
-            code = 0
-        finally:
-            os._exit(code)
-    _, status = os.waitpid(child, 0)
-    assert os.waitstatus_to_exitcode(status) == 0
+
+    def child() -> None:
+        with pytest.raises(NetworkError, match="forked from it"):
+            ring.generate(PROMPT, max_new_tokens=4)
+        ring.close()
+
+    assert forked(child) == 0
     assert ring.generate(PROMPT, max_new_tokens=4).tokens == before
 
 

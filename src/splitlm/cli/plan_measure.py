@@ -13,7 +13,6 @@ smaller budget, and the order of ``devices`` is the order of the ring.
 
 from __future__ import annotations
 
-import os
 import socket
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,6 +30,7 @@ from splitlm.core.errors import UsageError
 from splitlm.core.profile import Identity, LinkProfile, Profiles, decode, encode, merge
 from splitlm.planner.cost import Prediction, Ring, node_bytes, predict
 from splitlm.planner.partition import partition
+from splitlm.telemetry.folder import write_whole
 
 MIB = 2**20
 COMPUTE = "exact"
@@ -289,12 +289,9 @@ def write(path: Path, profiles: Profiles) -> None:
     Raises:
         UsageError: the folder does not take it.
     """
-    part = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        part.write_bytes(encode(profiles))
-        part.replace(path)
+        write_whole(path, encode(profiles))
     except OSError as error:
-        part.unlink(missing_ok=True)
         raise UsageError(f"The file cannot be written ({error.strerror})", where=f"--out {path}") from error
 
 

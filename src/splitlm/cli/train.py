@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import math
 import os
 import signal
 from collections.abc import Iterator
@@ -19,6 +18,7 @@ from splitlm.cli import options as o
 from splitlm.cli.console import Console, console
 from splitlm.cli.interrupts import held
 from splitlm.core.errors import UsageError
+from splitlm.planner.routing import fair
 
 if TYPE_CHECKING:
     from splitlm.core.config import RunConfig
@@ -231,7 +231,7 @@ def worker_weight(weight: float) -> float:
     Raises:
         UsageError: not a positive number.
     """
-    if not 0 < weight < math.inf:
+    if not fair(weight):
         raise UsageError(f"It is {weight}", where="--compute-weight", expected="a positive number")
     return weight
 

@@ -6,13 +6,13 @@ back from another address, or in another order, gets its own again.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 
 from splitlm.coordinator.members import Member, Members
 from splitlm.coordinator.orders import Orders
 from splitlm.core import training
 from splitlm.core.shape import Role
+from splitlm.planner.routing import fair
 
 
 class Places:
@@ -32,7 +32,7 @@ class Places:
 
     def take(self, said: training.Register) -> int | None:
         """A number for one more; None: there is none. Another may be given another one for it, that does as well."""
-        if not _fair(said.weight):
+        if not fair(said.weight):
             return None
         role = said.role
         taken = {member.who[1]: member for member in self._members.of(role)}
@@ -47,7 +47,7 @@ class Places:
     def refusal(self, said: training.Register) -> str:
         """Why there is no number for this one."""
         role, orders = said.role, self._orders
-        if not _fair(said.weight):
+        if not fair(said.weight):
             return f"Its --compute-weight is {said.weight}, and a positive number was expected"
         if len(self._members.of(role)) >= self.limit(role):
             return f"There is no place for another {role}: the run has {self.limit(role)}"
@@ -88,8 +88,3 @@ class Places:
             if rest is not None:
                 return [(None, number), (holder, rest[0][1]), *rest[1:]]
         return None
-
-
-def _fair(weight: float) -> bool:
-    """Whether work can be shared out by a weight."""
-    return 0 < weight < math.inf

@@ -206,11 +206,16 @@ class Speeds(Generic[W]):
         self._speeds.clear()
 
 
+def fair(weight: float) -> bool:
+    """Whether work can be shared out by a weight: whether it is a positive number."""
+    return 0 < weight < math.inf
+
+
 def _checked(weights: Mapping[W, float]) -> dict[W, float]:
     if not weights:
         raise UsageError("There is no worker", where="clients", expected="at least one")
     for worker, weight in weights.items():
-        if not 0 < weight < math.inf:
+        if not fair(weight):
             raise UsageError(
                 f"The weight of worker {worker} is {weight}", where="--compute-weight", expected="a positive number"
             )

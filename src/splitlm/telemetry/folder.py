@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import platform
 import re
 import time
@@ -72,7 +73,7 @@ def write_whole(path: Path, data: bytes) -> None:
     Raises:
         OSError: it cannot be written; what was there before is as it was.
     """
-    part = path.with_name(f".{path.name}.part")
+    part = path.with_name(f".{path.name}.{os.getpid()}.part")
     try:
         part.write_bytes(data)
         part.replace(path)
